@@ -1,0 +1,113 @@
+"""HardwareProfile: one machine as data; Cluster: that machine times a number of GPUs.
+
+Profiles are the TOML files of `hardware_profiles`; every number there names its source.
+Units in files: memory_gib, gb_per_s (per GPU, one direction), latency_us, peak_tflops (dense).
+Everything here is SI: bytes, bytes/s, seconds, FLOP/s.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One tier of the interconnect.
+
+    Attributes:
+        name: "intra_node" or "inter_node".
+        kind: "nvlink", "xgmi", "pcie", "infiniband", "ethernet", "shared-memory" ...
+        num_devices: GPUs that reach each other over this tier; 0 for all of the cluster.
+        bandwidth: Bytes/s per GPU, one direction.
+        latency: Seconds of one hop of a small message.
+        peer_access: GPUs read each other's memory directly; otherwise through the host.
+
+    """
+
+    name: str
+    kind: str
+    num_devices: int
+    bandwidth: float
+    latency: float
+    peer_access: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU (or one CPU process).
+
+    Attributes:
+        memory: Nominal bytes; the driver keeps about 1 % (`Cluster.usable_memory`).
+        memory_bandwidth: Bytes/s of HBM or DRAM.
+        peak_flops: Dense FLOP/s per precision name; missing means not supported.
+        num_sms: Streaming multiprocessors (compute units), for wave quantisation.
+        host_bandwidth: Bytes/s to host memory, one direction (offload).
+
+    """
+
+    name: str
+    memory: int
+    memory_bandwidth: float
+    peak_flops: tuple[tuple[str, float], ...]
+    num_sms: int
+    host_bandwidth: float
+
+    def peak(self, precision: str) -> float | None:
+        """Return dense FLOP/s in a precision, None where the part lacks it."""
+        return dict(self.peak_flops).get(precision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The handful of physical constants that a data sheet does not tell.
+
+    All are per device or per generation; each has a source in the profile or generation file.
+    Owned by the cost model: fields are added where the model needs them.
+    """
+
+    constants: tuple[tuple[str, float], ...] = ()
+
+    def __getitem__(self, key: str) -> float:
+        """Return a constant; KeyError names what is missing."""
+        return dict(self.constants)[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """A kind of machine.
+
+    Attributes:
+        generation: Names the constants that hold where the device has no data of its own.
+        gpus_per_node: GPUs that share a host.
+        host_memory: Bytes of DRAM per node.
+
+    """
+
+    name: str
+    generation: str
+    device: Device
+    gpus_per_node: int
+    host_memory: int
+    intra_node: Link
+    inter_node: Link
+    calibration: Calibration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A number of GPUs of one profile.
+
+    Attributes:
+        gpus_per_node: GPUs that share a host in this cluster.
+
+    """
+
+    profile: HardwareProfile
+    num_gpus: int
+    gpus_per_node: int
+
+    @property
+    def scale_up_size(self) -> int:
+        """GPUs of one NVLink (or PCIe) domain: the node, or more where the fabric spans hosts."""
+        spans_hosts = self.profile.intra_node.num_devices > self.profile.gpus_per_node
+        if spans_hosts and self.gpus_per_node <= self.profile.gpus_per_node:
+            return self.profile.intra_node.num_devices
+        return self.gpus_per_node

@@ -1,0 +1,137 @@
+"""LayoutTable: many layouts as a struct of arrays, for the vectorised model and the search.
+
+One int64 column per degree or choice; enumerations are stored as their position in the
+enumeration, switches as 0 or 1. `layers_per_stage` is left out: the partition of layers is
+decided per layout, after the bound (see planner/search.py).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.layout import (
+    AXES,
+    ContextParallelType,
+    Layout,
+    Offload,
+    Recompute,
+    Schedule,
+)
+
+IntColumn = NDArray[np.int64]
+
+SCHEDULES = tuple(Schedule)
+RECOMPUTES = tuple(Recompute)
+CONTEXT_PARALLEL_TYPES = tuple(ContextParallelType)
+
+
+def _code(members: Sequence[StrEnum], value: StrEnum) -> int:
+    return members.index(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutTable:
+    """Columns of equal length, one row per layout (see Layout for the meaning of each)."""
+
+    data_parallel: IntColumn
+    tensor_parallel: IntColumn
+    pipeline_parallel: IntColumn
+    context_parallel: IntColumn
+    expert_parallel: IntColumn
+    expert_tensor_parallel: IntColumn
+    zero_stage: IntColumn
+    zero_group: IntColumn
+    micro_batch_size: IntColumn
+    num_micro_batches: IntColumn
+    stages_per_rank: IntColumn
+    schedule: IntColumn
+    recompute: IntColumn
+    sequence_parallel: IntColumn
+    context_parallel_type: IntColumn
+    offload_optimizer: IntColumn
+    offload_parameters: IntColumn
+    offload_activations: IntColumn
+    rank_orders: tuple[tuple[str, ...], ...] = (AXES,)
+    rank_order: IntColumn
+
+    def __len__(self) -> int:
+        """Return the number of layouts."""
+        return len(self.data_parallel)
+
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "LayoutTable":
+        """Return a table of some rows."""
+        columns = {
+            f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "rank_orders"
+        }
+        return LayoutTable(rank_orders=self.rank_orders, **columns)
+
+    def layout(self, row: int, layers_per_stage: tuple[int, ...], recompute_layers: int) -> Layout:
+        """Return one row as a Layout with its partition of layers."""
+        plain = (
+            "data_parallel",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "context_parallel",
+            "expert_parallel",
+            "expert_tensor_parallel",
+            "zero_stage",
+            "zero_group",
+            "micro_batch_size",
+            "num_micro_batches",
+            "stages_per_rank",
+        )
+        offload = tuple(o for o in Offload if getattr(self, f"offload_{o.value}")[row])
+        return Layout(
+            **{name: int(getattr(self, name)[row]) for name in plain},
+            schedule=SCHEDULES[self.schedule[row]],
+            recompute=RECOMPUTES[self.recompute[row]],
+            recompute_layers=recompute_layers,
+            sequence_parallel=bool(self.sequence_parallel[row]),
+            context_parallel_type=CONTEXT_PARALLEL_TYPES[self.context_parallel_type[row]],
+            offload=offload,
+            layers_per_stage=layers_per_stage,
+            rank_order=self.rank_orders[self.rank_order[row]],
+        )
+
+
+def table_of(layouts: Iterable[Layout]) -> LayoutTable:
+    """Build a table from layouts (partitions are dropped)."""
+    rows = list(layouts)
+    orders = tuple(dict.fromkeys(layout.rank_order for layout in rows)) or (AXES,)
+
+    def column(values: Iterator[int]) -> IntColumn:
+        return np.fromiter(values, dtype=np.int64, count=len(rows))
+
+    def plain(name: str) -> IntColumn:
+        return column(int(getattr(layout, name)) for layout in rows)
+
+    def offloads(part: Offload) -> IntColumn:
+        return column(int(part in layout.offload) for layout in rows)
+
+    return LayoutTable(
+        data_parallel=plain("data_parallel"),
+        tensor_parallel=plain("tensor_parallel"),
+        pipeline_parallel=plain("pipeline_parallel"),
+        context_parallel=plain("context_parallel"),
+        expert_parallel=plain("expert_parallel"),
+        expert_tensor_parallel=plain("expert_tensor_parallel"),
+        zero_stage=plain("zero_stage"),
+        zero_group=plain("zero_group"),
+        micro_batch_size=plain("micro_batch_size"),
+        num_micro_batches=plain("num_micro_batches"),
+        stages_per_rank=plain("stages_per_rank"),
+        schedule=column(_code(SCHEDULES, layout.schedule) for layout in rows),
+        recompute=column(_code(RECOMPUTES, layout.recompute) for layout in rows),
+        sequence_parallel=plain("sequence_parallel"),
+        context_parallel_type=column(
+            _code(CONTEXT_PARALLEL_TYPES, layout.context_parallel_type) for layout in rows
+        ),
+        offload_optimizer=offloads(Offload.OPTIMIZER),
+        offload_parameters=offloads(Offload.PARAMETERS),
+        offload_activations=offloads(Offload.ACTIVATIONS),
+        rank_orders=orders,
+        rank_order=column(orders.index(layout.rank_order) for layout in rows),
+    )

@@ -1,0 +1,151 @@
+"""ModelSpec: what the planner knows of a network, and how many weights that makes.
+
+Facts only, no files: readers live in `hf_config.py` (Hugging Face) and `model_toml.py`.
+Names follow Megatron: hidden_size H, num_layers L, num_attention_heads A, num_kv_heads G,
+head_dim D, ffn_hidden_size F, vocab_size V.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        q_lora_rank: Width of the compressed query; None where queries are projected directly.
+        kv_lora_rank: Width of the compressed keys and values.
+        qk_nope_head_dim: Query and key width per head without position.
+        qk_rope_head_dim: Query and key width per head that carries RoPE (one key for all heads).
+        v_head_dim: Value width per head.
+
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key of one head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOfExperts:
+    """Routed experts of a feed-forward block.
+
+    Attributes:
+        num_experts: Routed experts per layer.
+        experts_per_token: Experts that each token visits (top-k).
+        ffn_hidden_size: Width of one routed expert.
+        shared_ffn_hidden_size: Summed width of always-on experts; 0 without.
+        num_dense_layers: Leading layers with a plain feed-forward block.
+        router_bias: Trained bias in the router (gpt-oss); the bias that DeepSeek-V3 adjusts
+            outside of training is a buffer and does not count.
+        expert_bias: Biases in the experts' projections.
+        shared_gate: A sigmoid gate of width 1 on the shared expert (Qwen2-MoE).
+        scoring: "softmax" or "sigmoid".
+        normalize_weights: The chosen experts' weights are scaled to sum to one.
+        routed_scaling: Factor on the routed experts' sum.
+        correction_bias: Selection uses scores plus a buffer (DeepSeek-V3).
+        num_groups: Groups of experts for node-limited routing; 1 without limit.
+        groups_per_token: Groups that a token may visit.
+
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    num_dense_layers: int = 0
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_gate: bool = False
+    scoring: str = "softmax"
+    normalize_weights: bool = True
+    routed_scaling: float = 1.0
+    correction_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Layers that cost the same: attention window (None sees everything), experts or not."""
+
+    window: int | None
+    has_experts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer.
+
+    Attributes:
+        name: What people call it.
+        architecture: Hugging Face `model_type`; decides parameter names.
+        training_seq_len: Longest sequence of its own training.
+        gated_ffn: Three matrices (SwiGLU, GeGLU) rather than two.
+        norm: "rmsnorm" or "layernorm" (which has biases).
+        norms_per_layer: Full-width norms in a layer: 2, 4 (Gemma-2) or 1 (Falcon parallel blocks).
+        qk_norm: "none", "per-head" (width D) or "full" (width A * D and G * D).
+        parallel_block: Attention and feed-forward read the same input (Falcon, GPT-NeoX).
+        num_position_embeddings: Learned positions; 0 with RoPE or ALiBi.
+        embedding_norm: A norm after the embedding (BLOOM).
+        window: Sliding attention window, None without.
+        window_period: Of each `window_period` layers all but the last use the window; 1 means all.
+        attention_sinks: One learned logit per head (gpt-oss).
+        num_mtp_layers: Multi-token-prediction blocks after the last layer.
+        rope_scaling: Key-value pairs of the config's rope_scaling, for the runtime only.
+
+    """
+
+    name: str
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    training_seq_len: int
+    gated_ffn: bool = True
+    activation: str = "silu"
+    norm: str = "rmsnorm"
+    norm_epsilon: float = 1e-5
+    norms_per_layer: int = 2
+    qk_norm: str = "none"
+    parallel_block: bool = False
+    tied_embeddings: bool = False
+    num_position_embeddings: int = 0
+    embedding_norm: bool = False
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    ffn_bias: bool = False
+    head_bias: bool = False
+    attention_sinks: bool = False
+    window: int | None = None
+    window_period: int = 1
+    rope_theta: float | None = 10000.0
+    rope_fraction: float = 1.0
+    rope_scaling: tuple[tuple[str, float | int | str], ...] = ()
+    latent_attention: LatentAttention | None = None
+    moe: MixtureOfExperts | None = None
+    num_mtp_layers: int = 0
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return what kind of layer stands at an index."""
+        is_global = self.window is None or (
+            self.window_period > 1 and layer % self.window_period == self.window_period - 1
+        )
+        has_experts = self.moe is not None and layer >= self.moe.num_dense_layers
+        return LayerKind(window=None if is_global else self.window, has_experts=has_experts)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, in order."""
+        return tuple(self.layer_kind(layer) for layer in range(self.num_layers))

@@ -1,0 +1,1 @@
+"""Machines as data: one TOML per machine, with a source on every number."""
