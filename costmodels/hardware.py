@@ -5,7 +5,7 @@ Units in files: memory_gib, gb_per_s (per GPU, one direction), latency_us, peak_
 Everything here is SI: bytes, bytes/s, seconds, FLOP/s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class Device:
         peak_flops: Dense FLOP/s per precision name; missing means not supported.
         num_sms: Streaming multiprocessors (compute units), for wave quantisation.
         host_bandwidth: Bytes/s to host memory, one direction (offload).
+        usable_fraction: Share of `memory` that the driver leaves to processes.
+        power_watts: Board power limit; None where nobody states one.
 
     """
 
@@ -49,6 +51,8 @@ class Device:
     peak_flops: tuple[tuple[str, float], ...]
     num_sms: int
     host_bandwidth: float
+    usable_fraction: float = 0.99
+    power_watts: float | None = None
 
     def peak(self, precision: str) -> float | None:
         """Return dense FLOP/s in a precision, None where the part lacks it."""
@@ -71,6 +75,26 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where one number of a profile comes from.
+
+    Attributes:
+        key: Its dotted key in the file, such as "device.memory_gib".
+        kind: "datasheet", "measured", "fitted", "chosen", or "stated" where the file has no more.
+        source: Document, data or reason.
+        low: Smallest plausible value in the file's unit, where one is known.
+        high: Largest plausible value.
+
+    """
+
+    key: str
+    kind: str
+    source: str
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """A kind of machine.
 
@@ -78,6 +102,7 @@ class HardwareProfile:
         generation: Names the constants that hold where the device has no data of its own.
         gpus_per_node: GPUs that share a host.
         host_memory: Bytes of DRAM per node.
+        provenance: Source of every number, in the order of the file format.
 
     """
 
@@ -89,6 +114,7 @@ class HardwareProfile:
     intra_node: Link
     inter_node: Link
     calibration: Calibration
+    provenance: tuple[Provenance, ...] = field(default=(), hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +131,53 @@ class Cluster:
     gpus_per_node: int
 
     @property
+    def num_nodes(self) -> int:
+        """Hosts of the cluster; one may be partly filled."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of one GPU that the driver leaves to processes."""
+        return usable_memory(self.profile)
+
+    @property
     def scale_up_size(self) -> int:
         """GPUs of one NVLink (or PCIe) domain: the node, or more where the fabric spans hosts."""
         spans_hosts = self.profile.intra_node.num_devices > self.profile.gpus_per_node
         if spans_hosts and self.gpus_per_node <= self.profile.gpus_per_node:
             return self.profile.intra_node.num_devices
         return self.gpus_per_node
+
+
+def usable_memory(profile: HardwareProfile) -> float:
+    """Return the bytes of one GPU that the driver leaves to processes, about 1 % under nominal."""
+    return profile.device.memory * profile.device.usable_fraction
+
+
+def make_cluster(
+    profile: HardwareProfile, num_gpus: int, gpus_per_node: int | None = None
+) -> Cluster:
+    """Return a cluster of whole nodes, or of one node that may be partly filled.
+
+    Args:
+        profile: The machine.
+        num_gpus: GPUs in all.
+        gpus_per_node: GPUs that share a host; None takes the profile's.
+
+    Raises:
+        ValueError: A count below 1, or more than one node and not whole nodes.
+
+    """
+    origin = "--gpus-per-node"
+    if gpus_per_node is None:
+        gpus_per_node, origin = profile.gpus_per_node, f"profile {profile.name}"
+    for name, value in (("gpus", num_gpus), ("gpus_per_node", gpus_per_node)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    if num_gpus > gpus_per_node and num_gpus % gpus_per_node:
+        below = num_gpus - num_gpus % gpus_per_node
+        raise ValueError(
+            f"gpus = {num_gpus} is not a multiple of gpus_per_node = {gpus_per_node} ({origin}), "
+            f"as it must be above one node; nearest legal: {below} or {below + gpus_per_node}"
+        )
+    return Cluster(profile=profile, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
