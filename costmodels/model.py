@@ -7,6 +7,25 @@ head_dim D, ffn_hidden_size F, vocab_size V.
 
 from dataclasses import dataclass
 
+MAX_LAYERS = 10_000  # chosen: an order above any published model; a slip of the pen is larger
+
+_POSITIVE = (
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_hidden_size",
+    "vocab_size",
+    "training_seq_len",
+    "window_period",
+)
+_CHOICES: dict[str, tuple[str | int, ...]] = {
+    "norm": ("rmsnorm", "layernorm", "nonparametric-layernorm"),
+    "qk_norm": ("none", "per-head", "full"),
+    "norms_per_layer": (1, 2, 4),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
@@ -26,6 +45,13 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+    def __post_init__(self) -> None:
+        """Refuse widths that no head can have."""
+        _require_at_least(1, self, "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        _require_at_least(0, self, "qk_rope_head_dim")
+        if self.q_lora_rank is not None:
+            _require_at_least(1, self, "q_lora_rank")
 
     @property
     def qk_head_dim(self) -> int:
@@ -71,6 +97,22 @@ class MixtureOfExperts:
     num_groups: int = 1
     groups_per_token: int = 1
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer can have."""
+        _require_at_least(1, self, "num_experts", "experts_per_token", "ffn_hidden_size")
+        _require_at_least(0, self, "shared_ffn_hidden_size", "num_dense_layers")
+        _require_at_least(1, self, "num_groups", "groups_per_token")
+        _require(
+            self.experts_per_token <= self.num_experts,
+            f"experts_per_token must be at most num_experts {self.num_experts}",
+            self.experts_per_token,
+        )
+        _require(
+            self.num_experts % self.num_groups == 0,
+            f"num_groups must divide num_experts {self.num_experts}",
+            self.num_groups,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
@@ -89,7 +131,7 @@ class ModelSpec:
         architecture: Hugging Face `model_type`; decides parameter names.
         training_seq_len: Longest sequence of its own training.
         gated_ffn: Three matrices (SwiGLU, GeGLU) rather than two.
-        norm: "rmsnorm" or "layernorm" (which has biases).
+        norm: "rmsnorm", "layernorm" (which has biases) or "nonparametric-layernorm" (OLMo).
         norms_per_layer: Full-width norms in a layer: 2, 4 (Gemma-2) or 1 (Falcon parallel blocks).
         qk_norm: "none", "per-head" (width D) or "full" (width A * D and G * D).
         parallel_block: Attention and feed-forward read the same input (Falcon, GPT-NeoX).
@@ -98,8 +140,14 @@ class ModelSpec:
         window: Sliding attention window, None without.
         window_period: Of each `window_period` layers all but the last use the window; 1 means all.
         attention_sinks: One learned logit per head (gpt-oss).
-        num_mtp_layers: Multi-token-prediction blocks after the last layer.
-        rope_scaling: Key-value pairs of the config's rope_scaling, for the runtime only.
+        num_mtp_layers: Multi-token-prediction blocks after the last layer, a fact of the config;
+            parameter counts are of the main model, without them.
+        rope_theta: None without rotary positions (learned ones, or ALiBi where there are none).
+        rope_scaling: Key-value pairs of the config's rope_scaling, for the runtime only; lists
+            and tables are JSON text.
+
+    Raises:
+        ValueError: Sizes that no network can have, or that contradict each other.
 
     """
 
@@ -137,6 +185,27 @@ class ModelSpec:
     moe: MixtureOfExperts | None = None
     num_mtp_layers: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that no network can have."""
+        _require_at_least(1, self, *_POSITIVE)
+        _require_at_least(0, self, "num_position_embeddings", "num_mtp_layers")
+        _require(self.num_layers <= MAX_LAYERS, f"num_layers above {MAX_LAYERS}", self.num_layers)
+        _require(
+            self.num_attention_heads % self.num_kv_heads == 0,
+            f"num_kv_heads must divide num_attention_heads {self.num_attention_heads}",
+            self.num_kv_heads,
+        )
+        _require(self.window is None or self.window >= 1, "window must be at least 1", self.window)
+        for name, allowed in _CHOICES.items():
+            rule = f"{name} must be one of {', '.join(map(str, allowed))}"
+            _require(getattr(self, name) in allowed, rule, getattr(self, name))
+        if self.moe is not None:
+            _require(
+                self.moe.num_dense_layers <= self.num_layers,
+                f"num_dense_layers must be at most num_layers {self.num_layers}",
+                self.moe.num_dense_layers,
+            )
+
     def layer_kind(self, layer: int) -> LayerKind:
         """Return what kind of layer stands at an index."""
         is_global = self.window is None or (
@@ -149,3 +218,15 @@ class ModelSpec:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, in order."""
         return tuple(self.layer_kind(layer) for layer in range(self.num_layers))
+
+
+def _require(holds: bool, rule: str, given: object) -> None:
+    if not holds:
+        message = f"{rule}, not {given!r}"
+        raise ValueError(message)
+
+
+def _require_at_least(least: int, record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        _require(value >= least, f"{name} must be at least {least}", value)
