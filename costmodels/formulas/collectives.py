@@ -1,0 +1,114 @@
+"""Seconds of collectives and point-to-point messages on two tiers: the alpha-beta model.
+
+A group of n = inner * outer ranks has `inner` of them in each scale-up domain (NVLink, xGMI,
+PCIe) and spans `outer` domains joined by the network. A tensor of B bytes is cut into n shards.
+Ring algorithms move data through both tiers at once, as NCCL's rings do: each byte enters a
+domain once, spread over the network ports of the `inner` ranks there, and passes each rank once.
+
+    all_gather     = max((n - 1) / n * B / b_inner, (outer - 1) / outer * B / (inner * b_outer))
+                     + latency
+    reduce_scatter = all_gather
+    all_reduce     = reduce_scatter + all_gather, with the latency of a ring or of a tree
+
+B is always the size of the *full* tensor; bandwidths are per GPU and direction. Latency of a ring
+counts its hops; that of a tree the depth of a doubling tree, both ways.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH", IJHPCA 2005, sections 4.1-4.5; double binary trees: Sanders, Speck and Traff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35 (2009).
+"""
+
+import sympy
+from sympy import Expr
+
+from costmodels.formulas.functions import Formula, Maximum, Minimum
+from costmodels.symbols import Quantity
+
+payload = Quantity("payload", "bytes", "the full tensor (all-to-all: what a rank sends)")
+    "payload", "bytes", "size of the full tensor (all-to-all: bytes that a rank sends)"
+)
+inner = Quantity("inner", "1", "ranks of the group in one scale-up domain")
+outer = Quantity("outer", "1", "scale-up domains that the group spans")
+inner_bandwidth = Quantity("inner_bandwidth", "bytes/s", "scale-up bandwidth of a GPU, one way")
+outer_bandwidth = Quantity("outer_bandwidth", "bytes/s", "network bandwidth of a GPU, one way")
+inner_latency = Quantity("inner_latency", "s", "one hop in the scale-up domain")
+outer_latency = Quantity("outer_latency", "s", "one hop over the network")
+base_latency = Quantity("base_latency", "s", "starting a collective: kernel launch and handshake")
+
+
+def _ring_seconds() -> Expr:
+    """Return the bandwidth term of one pass of a ring (all-gather or reduce-scatter)."""
+    ranks = inner * outer
+    within = (ranks - 1) / ranks * payload / inner_bandwidth
+    across = (outer - 1) / outer * payload / (inner * outer_bandwidth)
+    # A group of one domain has no network term, one rank per domain no scale-up term.
+    return Maximum(within * Minimum(inner - 1, 1), across)
+
+
+def _ring_latency() -> Expr:
+    """Return the latency of one pass: hops within each domain, and between domains."""
+    return (inner - 1) * inner_latency + (outer - 1) * outer_latency
+
+
+def _tree_latency() -> Expr:
+    """Return the latency of reducing to a root and coming back."""
+    depth = sympy.log(outer) / sympy.log(2)
+    return 2 * (inner - 1) * inner_latency + 2 * depth * outer_latency
+
+
+def _started() -> Expr:
+    """Return the start-up cost, nothing for a group of one rank."""
+    return base_latency * Minimum(inner * outer - 1, 1)
+
+
+def all_gather_seconds() -> Expr:
+    """Return the time for each rank to hold the full tensor; reduce-scatter takes the same."""
+    return _started() + _ring_latency() + _ring_seconds()
+
+
+def all_reduce_seconds() -> Expr:
+    """Return the time to sum a tensor on all ranks, over rings or a double binary tree."""
+    return _started() + Minimum(2 * _ring_latency(), _tree_latency()) + 2 * _ring_seconds()
+
+
+def all_to_all_seconds() -> Expr:
+    """Return the time to exchange a shard with each rank; every pair talks directly."""
+    ranks = inner * outer
+    within = payload * (inner - 1) / ranks / inner_bandwidth
+    across = payload * (ranks - inner) / ranks / outer_bandwidth
+    latency = Minimum(inner - 1, 1) * inner_latency + Minimum(outer - 1, 1) * outer_latency
+    return _started() + latency + Maximum(within, across)
+
+
+def send_seconds() -> Expr:
+    """Return the time of a message to a neighbour (outer = 2 over the network, else 1)."""
+    over_network = Minimum(outer - 1, 1)
+    within = inner_latency + payload / inner_bandwidth
+    across = outer_latency + payload / outer_bandwidth
+    return base_latency + over_network * across + (1 - over_network) * within
+
+
+def formulas() -> tuple[Formula, ...]:
+    """Return the formulas of this module."""
+    return (
+        Formula(
+            name="all_gather",
+            summary="Seconds of an all-gather or a reduce-scatter.",
+            results=(("seconds", all_gather_seconds()),),
+        ),
+        Formula(
+            name="all_reduce",
+            summary="Seconds of an all-reduce.",
+            results=(("seconds", all_reduce_seconds()),),
+        ),
+        Formula(
+            name="all_to_all",
+            summary="Seconds of an all-to-all.",
+            results=(("seconds", all_to_all_seconds()),),
+        ),
+        Formula(
+            name="send",
+            summary="Seconds of a point-to-point message.",
+            results=(("seconds", send_seconds()),),
+        ),
+    )
