@@ -1,4 +1,4 @@
-"""Generated from costmodels/formulas/collectives.py by `python -m costmodels.compile`. Do not edit."""
+"""Generated from costmodels.formulas.collectives by costmodels.compile. Do not edit."""
 # ruff: noqa
 # fmt: off
 

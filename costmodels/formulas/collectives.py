@@ -25,8 +25,6 @@ from costmodels.formulas.functions import Formula, Maximum, Minimum
 from costmodels.symbols import Quantity
 
 payload = Quantity("payload", "bytes", "the full tensor (all-to-all: what a rank sends)")
-    "payload", "bytes", "size of the full tensor (all-to-all: bytes that a rank sends)"
-)
 inner = Quantity("inner", "1", "ranks of the group in one scale-up domain")
 outer = Quantity("outer", "1", "scale-up domains that the group spans")
 inner_bandwidth = Quantity("inner_bandwidth", "bytes/s", "scale-up bandwidth of a GPU, one way")
