@@ -1,0 +1,42 @@
+"""`planner estimate`: judge one layout given by flags or by a plan file."""
+
+import json
+from argparse import ArgumentParser, Namespace
+
+from planner.cli import NO_ANSWER
+from planner.cli.flags import (
+    add_input_flags,
+    add_layout_flags,
+    read_cluster,
+    read_hardware_flags,
+    read_job,
+    read_layout,
+    read_model_flag,
+)
+
+EXAMPLE = "planner estimate --model 70b --gpus 64 --tp 8 --pp 2 --zero 1 --recompute full"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the verb's flags."""
+    add_input_flags(parser)
+    add_layout_flags(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Judge the layout and print what came out; 1 where it is illegal or does not fit."""
+    from planner.contract import judgement_json
+    from planner.judge import judge
+    from planner.report import judgement_text
+
+    model = read_model_flag(arguments)
+    cluster = read_cluster(arguments, read_hardware_flags(arguments))
+    per_forward = (arguments.data_parallel or 1) * (arguments.micro_batch_size or 1)
+    job = read_job(arguments, model, max(cluster.num_gpus, per_forward))
+    layout = read_layout(arguments, model, job, cluster)
+    judgement = judge(model, job, cluster, layout)
+    if arguments.json:
+        print(json.dumps(judgement_json(judgement, model, job, cluster)))
+    else:
+        print(judgement_text(judgement, model, job, cluster))
+    return 0 if judgement.runs else NO_ANSWER

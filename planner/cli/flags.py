@@ -1,0 +1,240 @@
+"""Flags that verbs share, and what they say: model, cluster, job, layout.
+
+Only argparse and plain enumerations are imported at module level, so that `--help` stays fast.
+"""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+
+from costmodels.hardware import Cluster, HardwareProfile
+from costmodels.job import Optimizer, Precision, Switches, Target, TrainingJob
+from costmodels.layout import (
+    ContextParallelType,
+    Layout,
+    Offload,
+    Recompute,
+    Schedule,
+    split_layers,
+)
+from costmodels.model import ModelSpec
+from costmodels.units import GIB
+
+DEFAULT_SEQ_LEN = 8192
+DEFAULT_TOKENS = 4 * 2**20  # tokens per step where --global-batch-size is left out
+
+# Axis, long name, short name: both spellings work everywhere.
+DEGREES = (
+    ("data_parallel", "--data-parallel", "--dp"),
+    ("tensor_parallel", "--tensor-parallel", "--tp"),
+    ("pipeline_parallel", "--pipeline-parallel", "--pp"),
+    ("context_parallel", "--context-parallel", "--cp"),
+    ("expert_parallel", "--expert-parallel", "--ep"),
+    ("expert_tensor_parallel", "--expert-tensor-parallel", "--etp"),
+    ("micro_batch_size", "--micro-batch-size", "--mbs"),
+    ("stages_per_rank", "--stages-per-rank", "--vpp"),
+)
+
+
+def positive(text: str) -> int:
+    """Read a count of at least one (an argparse type)."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def add_input_flags(parser: ArgumentParser, *, gpus: str = "total GPUs") -> None:
+    """Add the flags that name the model, the cluster and the job."""
+    parser.add_argument("--model", required=True, metavar="M", help="preset, config.json or TOML")
+    parser.add_argument("--hardware", default="h100-sxm-80gb", metavar="H", help="profile or TOML")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="override one profile key, e.g. links.inter_node.gb_per_s=12.5; repeatable",
+    )
+    parser.add_argument("--gpus", required=True, metavar="N", help=gpus)
+    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="node size")
+    parser.add_argument("--seq-len", type=positive, metavar="TOKENS", help="tokens per sequence")
+    parser.add_argument(
+        "--global-batch-size", type=positive, metavar="SEQUENCES", help="sequences per step"
+    )
+    _add_choice(parser, "--precision", Precision, Precision.BF16)
+    parser.add_argument("--attention", choices=("flash", "unfused"), default="flash")
+    _add_choice(parser, "--optimizer", Optimizer, Optimizer.ADAMW)
+    parser.add_argument("--grad-dtype", choices=("fp32", "bf16"), help="default: the target's")
+    parser.add_argument("--loss", choices=("full", "chunked"), default="full")
+    parser.add_argument("--lora-rank", type=positive, metavar="R", help="train adapters only")
+    parser.add_argument("--memory-taken-gib", type=_gibibytes, default=0.0, metavar="GIB")
+    _add_choice(parser, "--target", Target, Target.NATIVE)
+
+
+def add_layout_flags(parser: ArgumentParser) -> None:
+    """Add the flags of one layout, as `estimate` takes them."""
+    for name, long, short in DEGREES:
+        parser.add_argument(short, long, dest=name, type=positive, metavar="N")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, dest="zero_stage")
+    parser.add_argument("--zero-group", type=positive, metavar="RANKS")
+    _add_choice(parser, "--schedule", Schedule, None)
+    _add_choice(parser, "--recompute", Recompute, Recompute.NONE)
+    parser.add_argument("--recompute-layers", type=positive, metavar="N", help="layers per stage")
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
+    _add_choice(parser, "--cp-type", ContextParallelType, ContextParallelType.RING)
+    parser.add_argument("--offload", type=offloads, default=(), metavar="PARTS")
+    parser.add_argument("--layers-per-stage", type=counts, metavar="N,N,...")
+
+
+def offloads(text: str) -> tuple[Offload, ...]:
+    """Read `none` or a comma list of what goes to the host (an argparse type)."""
+    if text == "none":
+        return ()
+    names = text.split(",")
+    known = [part.value for part in Offload]
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of none, {', '.join(known)}")
+    chosen = {Offload(name) for name in names}
+    if Offload.PARAMETERS in chosen:  # parameters imply the optimizer
+        chosen.add(Offload.OPTIMIZER)
+    return tuple(part for part in Offload if part in chosen)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Read a comma list of counts (an argparse type)."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def read_model_flag(arguments: Namespace) -> ModelSpec:
+    """Return the model that --model names; ValueError where there is none."""
+    from planner.presets import read_model
+
+    return read_model(arguments.model)
+
+
+def read_hardware_flags(arguments: Namespace) -> HardwareProfile:
+    """Return the profile that --hardware and --set describe."""
+    from costmodels.profile_toml import read_profile
+
+    return read_profile(arguments.hardware, tuple(arguments.overrides))
+
+
+def read_cluster(arguments: Namespace, profile: HardwareProfile) -> Cluster:
+    """Return the cluster that --gpus and --gpus-per-node describe."""
+    from costmodels.profile_toml import make_cluster
+
+    try:
+        gpus = positive(arguments.gpus)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--gpus: {error}") from None
+    return make_cluster(profile, gpus, arguments.gpus_per_node)
+
+
+def read_job(arguments: Namespace, model: ModelSpec, batch_multiple: int) -> TrainingJob:
+    """Return the job that the flags describe.
+
+    Args:
+        arguments: Parsed flags.
+        model: Gives the default length.
+        batch_multiple: Where no batch is given, the default is moved to a multiple of this.
+
+    """
+    seq_len = arguments.seq_len or min(model.training_seq_len, DEFAULT_SEQ_LEN)
+    flash = arguments.attention == "flash"
+    return TrainingJob(
+        seq_len=seq_len,
+        global_batch_size=arguments.global_batch_size or default_batch(seq_len, batch_multiple),
+        precision=Precision(arguments.precision),
+        flash_attention=flash,
+        optimizer=Optimizer(arguments.optimizer),
+        grad_dtype=arguments.grad_dtype,
+        chunked_loss=arguments.loss == "chunked",
+        lora_rank=arguments.lora_rank,
+        memory_taken=round(arguments.memory_taken_gib * GIB),
+        target=Target(arguments.target),
+        switches=Switches() if flash else Switches(attention_kernel="torch-softmax"),
+    )
+
+
+def default_batch(seq_len: int, multiple: int) -> int:
+    """Return about 4 M tokens in sequences, as a multiple where that stays within a factor 2."""
+    wanted = max(1, round(DEFAULT_TOKENS / seq_len))
+    moved = max(1, round(wanted / multiple)) * multiple
+    return moved if moved <= 2 * wanted else wanted
+
+
+def read_layout(
+    arguments: Namespace, model: ModelSpec, job: TrainingJob, cluster: Cluster
+) -> Layout:
+    """Return the layout that the flags describe, defaults filled in.
+
+    A batch or world size that does not come out whole is kept visible: the counts are rounded
+    down and the rules report both sides.
+    """
+    degree = {name: getattr(arguments, name) or 1 for name, _, _ in DEGREES}
+    model_parallel = (
+        degree["tensor_parallel"] * degree["pipeline_parallel"] * degree["context_parallel"]
+    )
+    if arguments.data_parallel is None:
+        degree["data_parallel"] = max(1, cluster.num_gpus // model_parallel)
+    shards = degree["data_parallel"] * degree["context_parallel"]
+    per_forward = degree["data_parallel"] * degree["micro_batch_size"]
+    num_stages = degree["pipeline_parallel"] * degree["stages_per_rank"]
+    split = arguments.layers_per_stage or _default_split(model.num_layers, num_stages)
+    schedule = Schedule(arguments.schedule or _default_schedule(degree["stages_per_rank"]))
+    sequence_parallel = arguments.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = degree["tensor_parallel"] > 1
+    return Layout(
+        **degree,
+        zero_stage=arguments.zero_stage,
+        zero_group=arguments.zero_group or shards,
+        num_micro_batches=max(1, job.global_batch_size // per_forward),
+        schedule=schedule,
+        recompute=Recompute(arguments.recompute),
+        recompute_layers=arguments.recompute_layers or 0,
+        sequence_parallel=sequence_parallel,
+        context_parallel_type=ContextParallelType(arguments.cp_type),
+        offload=arguments.offload,
+        layers_per_stage=split,
+    )
+
+
+def with_target(job: TrainingJob, target: str | None) -> TrainingJob:
+    """Return the job under another target where one is given."""
+    return job if target is None else replace(job, target=Target(target))
+
+
+def _default_schedule(stages_per_rank: int) -> Schedule:
+    return Schedule.ONE_F_ONE_B if stages_per_rank == 1 else Schedule.INTERLEAVED
+
+
+def _default_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    # More stages than layers is for the rules to refuse, with both numbers.
+    return split_layers(num_layers, num_stages)
+
+
+def _add_choice(
+    parser: ArgumentParser, flag: str, kind: type, default: object, **kwargs: str
+) -> None:
+    parser.add_argument(
+        flag,
+        choices=[member.value for member in kind],  # type: ignore[attr-defined]  # an enumeration
+        default=default and str(default),
+        **kwargs,  # type: ignore[arg-type]  # only help and dest come here
+    )
+
+
+def _gibibytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a memory size")
+    return value

@@ -1,0 +1,56 @@
+"""`planner validate`: predict every row of a table of measured runs and report the error."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+EXAMPLE = "planner validate measured.csv -o predicted.csv"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("table", type=Path, metavar="CSV", help="measured runs")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="rows with predictions")
+    parser.add_argument(
+        "--leave-out",
+        choices=("family", "gpu"),
+        help="refit without each group and predict it; adds leave_out_ columns",
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Predict, write the rows and print the error table on stderr."""
+    from planner.files import write_text
+    from planner.validate import csv_text, error_table, predict_all, read_rows
+
+    rows = read_rows(arguments.table)
+    done = predict_all(rows, progress=_progress(len(rows)))
+    if arguments.leave_out:
+        from planner.fit import predict_left_out
+
+        done = predict_left_out(done, arguments.leave_out, progress=_say)
+    if arguments.output:
+        write_text(arguments.output, csv_text(done))
+    if arguments.json:
+        for row in done:
+            print(json.dumps(row))
+    elif not arguments.output:
+        sys.stdout.write(csv_text(done))
+    print(error_table(done), file=sys.stderr)
+    return 0
+
+
+def _progress(total: int) -> Callable[[int], None]:
+    every = 200  # rows between two signs of life
+
+    def show(number: int) -> None:
+        if sys.stderr.isatty() and (number % every == 0 or number == total):
+            print(f"\r{number} of {total} rows", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

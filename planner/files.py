@@ -1,0 +1,78 @@
+"""Files: read with one clear message on failure, written whole or not at all."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+MAX_BYTES = 512 * 2**20  # chosen: no plan, config or profile is near it
+
+
+def read_text(path: Path) -> str:
+    """Return a UTF-8 file's text.
+
+    Raises:
+        ValueError: The file is absent, a folder, unreadable, too large or not UTF-8; the message
+            names it.
+
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path} is larger than {MAX_BYTES // 2**20} MiB")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> object:
+    """Return a JSON file's value; NaN, Infinity and repeated keys are refused.
+
+    Raises:
+        ValueError: The file cannot be read or is no JSON; the message names it.
+
+    """
+
+    def refuse_number(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON number")
+
+    def refuse_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        keys = [key for key, _ in pairs]
+        repeated = (
+            [key for key in keys if keys.count(key) > 1] if len(set(keys)) < len(keys) else []
+        )
+        if repeated:
+            raise ValueError(f"the key {repeated[0]!r} stands twice")
+        return dict(pairs)
+
+    text = read_text(path)
+    try:
+        return json.loads(text, parse_constant=refuse_number, object_pairs_hook=refuse_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: readers see the old text or the new one, never a part.
+
+    Raises:
+        ValueError: The file cannot be written; what stood there stays.
+
+    """
+    name = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            name = file.name
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # noqa: PTH101  # the temporary file was private
+        os.replace(name, path)  # noqa: PTH105  # atomic on one file system
+    except OSError as error:
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,326 @@
+"""Rows of measured runs as planner inputs: model, job, cluster and the layouts they may mean.
+
+A row's blanks mean "not stated": each gets the planner's best assumption, said in the note. What
+a row was measured at, where it comes from and which family it belongs to is never read here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from costmodels.hardware import Cluster
+from costmodels.job import Precision, Switches, Target, TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
+from costmodels.parameters import num_parameters
+from costmodels.profile_toml import make_cluster, read_profile
+
+Row = Mapping[str, str]
+
+PROFILES = {
+    "V100-SXM2-16GB": "v100-sxm2-16gb",
+    "V100-SXM2-32GB": "v100-sxm2-32gb",
+    "V100-SXM3-32GB": "v100-sxm3-32gb",
+    "A100-SXM-40GB": "a100-sxm-40gb",
+    "A100-SXM-80GB": "a100-sxm-80gb",
+    "A800-SXM-80GB": "a800-sxm-80gb",
+    "H100-SXM-80GB": "h100-sxm-80gb",
+    "H100-SXM-94GB-500W": "h100-sxm-94gb",
+    "H100-SXM-96GB-500W": "h100-sxm-96gb",
+    "H200-SXM-141GB": "h200-sxm-141gb",
+    "H800-SXM-80GB": "h800-sxm-80gb",
+    "H20-96GB": "h20-96gb",
+    "GH200-96GB": "gh200-96gb",
+    "B200-SXM-180GB": "b200-sxm-180gb",
+    "B300-SXM-270GB": "b300-sxm-270gb",
+    "GB200-186GB": "gb200-nvl72",
+    "GB300-288GB": "gb300-nvl72",
+    "MI300X-192GB": "mi300x-192gb",
+    "MI350X-288GB": "mi350x-288gb",
+    "MI355X-288GB": "mi355x-288gb",
+}
+
+# Which rule table stands for which software, first match wins, with the reason. A framework
+# selects nothing else.
+FRAMEWORKS = (
+    ("megatron-deepspeed", Target.DEEPSPEED, "DeepSpeed owns states and gradients there"),
+    ("deepspeed", Target.DEEPSPEED, "DeepSpeed owns states and gradients"),
+    ("aa-scaling", Target.DEEPSPEED, "ZeRO-1 with 16-bit gradients, as DeepSpeed's bf16 mode"),
+    ("internevo", Target.DEEPSPEED, "its own hybrid ZeRO keeps 16-bit gradients"),
+    ("gpt-neox", Target.DEEPSPEED, "runs on DeepSpeed"),
+    ("torchtitan", Target.TORCHTITAN, "itself"),
+    ("jax", Target.TORCHTITAN, "compiled and fully sharded; nearest of the targets"),
+    ("fsdp", Target.ACCELERATE, "FSDP1 under another trainer"),
+    ("flash-attention training", Target.ACCELERATE, "plain data parallelism in PyTorch"),
+    ("nanotron", Target.NANOTRON, "itself"),
+    ("picotron", Target.NANOTRON, "same authors, same design"),
+    ("megatron", Target.MEGATRON, "Megatron's own"),
+    ("libai", Target.MEGATRON, "Megatron's layouts in another framework"),
+)
+
+PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the common recipe
+
+# Published shapes of latent attention (DeepSeek-V2, arXiv:2405.04434; V2-Lite has no query
+# compression). A row gives its parameter count, which tells the two apart.
+LATENT = LatentAttention(
+    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
+LATENT_ATTENTIONS = (LATENT, replace(LATENT, q_lora_rank=None))
+
+UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
+
+
+class UnsupportedRowError(ValueError):
+    """A row that the planner cannot express, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredJob:
+    """What a row asks.
+
+    Attributes:
+        layouts: What the row may mean, preferred first; one where everything is stated.
+        note: The assumptions made.
+
+    """
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    layouts: tuple[Layout, ...]
+    note: str
+
+
+def interpret(row: Row) -> MeasuredJob:
+    """Read one row.
+
+    Raises:
+        UnsupportedRowError: The planner cannot express it; the message says why.
+
+    """
+    notes: list[str] = []
+    model = read_model_columns(row)
+    cluster = _cluster(row)
+    data_parallel = _integer(row, "dp")
+    batch = _global_batch(row, data_parallel, notes)
+    job = _job(row, batch, notes)
+    layouts = _layouts(row, model, job, notes)
+    return MeasuredJob(
+        model=model, job=job, cluster=cluster, layouts=layouts, note="; ".join(notes)
+    )
+
+
+def target_of(framework: str) -> Target:
+    """Return the rule table that stands for a framework; Megatron's where none is near."""
+    name = framework.lower()
+    return next((target for key, target, _ in FRAMEWORKS if key in name), Target.MEGATRON)
+
+
+def read_model_columns(row: Row) -> ModelSpec:
+    """Build a model from a row's shape columns."""
+    attention = row["attention"]
+    if attention not in ("mha", "gqa", "mla"):
+        raise UnsupportedRowError(f"attention {attention or 'not stated'}: not a transformer here")
+    experts = _integer(row, "experts", 0)
+    hidden = _integer(row, "hidden")
+    width = _integer(row, "ffn_hidden", 0) or _integer(row, "moe_ffn_hidden")
+    gated = row["ffn_type"] in ("swiglu", "geglu")
+    with_biases = row["ffn_type"] in ("gelu", "relu")
+    head_dim = _integer(row, "head_dim", hidden // _integer(row, "heads"))
+    model = ModelSpec(
+        name=row["model"] or "unnamed",
+        architecture="llama" if gated else "gpt2",
+        hidden_size=hidden,
+        num_layers=_integer(row, "layers"),
+        num_attention_heads=_integer(row, "heads"),
+        num_kv_heads=_integer(row, "kv_heads"),
+        head_dim=head_dim,
+        ffn_hidden_size=width,
+        vocab_size=_integer(row, "vocab"),
+        training_seq_len=_integer(row, "seq_len"),
+        gated_ffn=gated,
+        activation="silu" if gated else "gelu",
+        norm="rmsnorm" if gated else "layernorm",
+        tied_embeddings=row["tied_embeddings"] == "1",
+        qkv_bias=with_biases,
+        attention_output_bias=with_biases,
+        ffn_bias=with_biases,
+        moe=_experts(row, experts) if experts else None,
+    )
+    return _with_latent_attention(model, row) if attention == "mla" else model
+
+
+def _experts(row: Row, experts: int) -> MixtureOfExperts:
+    width = _integer(row, "moe_ffn_hidden")
+    return MixtureOfExperts(
+        num_experts=experts,
+        experts_per_token=_integer(row, "top_k"),
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=width * _integer(row, "shared_experts", 0),
+        num_dense_layers=_integer(row, "dense_layers", 0),
+    )
+
+
+def _with_latent_attention(model: ModelSpec, row: Row) -> ModelSpec:
+    stated = float(row["params_b"] or 0) * 1e9
+    candidates = [replace(model, latent_attention=latent) for latent in LATENT_ATTENTIONS]
+    return min(candidates, key=lambda candidate: abs(num_parameters(candidate) - stated))
+
+
+def _cluster(row: Row) -> Cluster:
+    name = PROFILES.get(row["gpu"])
+    if name is None:
+        raise UnsupportedRowError(f"no profile for GPU {row['gpu']!r}")
+    overrides = []
+    if row["inter_node_gbps_per_gpu"]:
+        gigabytes = float(row["inter_node_gbps_per_gpu"]) / 8
+        overrides.append(f"links.inter_node.gb_per_s={gigabytes:g}")
+    gpus, per_node = _integer(row, "gpus"), _integer(row, "gpus_per_node")
+    try:
+        profile = read_profile(name, tuple(overrides))
+        return make_cluster(profile, gpus, min(gpus, per_node))
+    except ValueError as error:
+        raise UnsupportedRowError(str(error)) from error
+
+
+def _global_batch(row: Row, data_parallel: int, notes: list[str]) -> int:
+    if row["global_batch"]:
+        return _integer(row, "global_batch")
+    accumulation = _integer(row, "grad_accum", 1)
+    notes.append("global batch from micro-batch, accumulation and replicas")
+    return _integer(row, "micro_batch", 1) * accumulation * data_parallel
+
+
+def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
+    tags = frozenset(row["switches"].split())
+    precision = PRECISIONS.get(row["precision"])
+    if precision is None:
+        family = row["precision"].partition("-")[0]
+        if family not in {p.value for p in Precision}:
+            raise UnsupportedRowError(f"precision {row['precision']!r}")
+        precision = Precision(family)
+    else:
+        notes.append(f"precision {row['precision']} taken as {precision.value}")
+    grad_dtype = "bf16" if "grads-bf16" in tags else "fp32" if "grads-fp32" in tags else None
+    return TrainingJob(
+        seq_len=_integer(row, "seq_len"),
+        global_batch_size=batch,
+        precision=precision,
+        flash_attention=row["flash"] != "0",
+        grad_dtype=grad_dtype,
+        target=target_of(row["framework"]),
+        switches=_switches(row, tags),
+    )
+
+
+def _switches(row: Row, tags: frozenset[str]) -> Switches:
+    kernels = ("flash-2", "flash-1", *UNFUSED_KERNELS)
+    default = "flash-2" if row["flash"] != "0" else "fused-softmax"
+    kernel = next((tag for tag in kernels if tag in tags), default)
+    dispatch = next((tag for tag in ("deepep", "hybridep") if tag in tags), "alltoall")
+    # Next to a stated kernel, a missing fused-rmsnorm means that the norm is not fused.
+    states_kernel = kernel in tags
+    graphs = True if "cuda-graphs" in tags else False if "no-cuda-graphs" in tags else None
+    return Switches(
+        attention_kernel=kernel,
+        fused_norm=not states_kernel or "fused-rmsnorm" in tags,
+        overlap_grad_reduce="no-comm-overlap" not in tags,
+        overlap_tensor_parallel="async-tp" in tags,
+        overlap_expert_parallel="ep-overlap" in tags,
+        expert_dispatch=dispatch,
+        cuda_graphs=graphs,
+        compile=True if row["compile"] == "1" else False if row["compile"] == "0" else None,
+        balanced_routing="forced-balance" in tags,
+        expandable_segments="expandable-segments" in tags,
+        fp8_all_gather="fp8-all-gather" in tags,
+        power_limited="power-limited" in tags,
+    )
+
+
+def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> tuple[Layout, ...]:
+    data_parallel, tensor_parallel = _integer(row, "dp"), _integer(row, "tp")
+    pipeline_parallel, context_parallel = _integer(row, "pp"), _integer(row, "cp")
+    stages_per_rank = _integer(row, "vpp", 1) if pipeline_parallel > 1 else 1
+    shards = data_parallel * context_parallel
+    zero_stage, zero_group = _zero(row, shards, notes)
+    base = Layout(
+        data_parallel=data_parallel,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        expert_parallel=_integer(row, "ep", 1),
+        expert_tensor_parallel=_integer(row, "etp", 1),
+        zero_stage=zero_stage,
+        zero_group=zero_group,
+        stages_per_rank=stages_per_rank,
+        schedule=_schedule(row, stages_per_rank),
+        sequence_parallel=tensor_parallel > 1 and row["sp"] != "0",
+        layers_per_stage=_stages(row, model, pipeline_parallel * stages_per_rank),
+        recompute_modules=tuple(row["recompute_modules"].split()),
+    )
+    if row["recompute"]:
+        recomputes = (Recompute(row["recompute"]),)
+    else:
+        recomputes = tuple(Recompute)
+        notes.append("recompute not stated: the least that fits")
+    per_replica, rest = divmod(job.global_batch_size, data_parallel)
+    if rest:
+        raise UnsupportedRowError(
+            f"global batch {job.global_batch_size} does not divide over {data_parallel} replicas"
+        )
+    if row["micro_batch"]:
+        sizes: tuple[int, ...] = (_integer(row, "micro_batch"),)
+    else:
+        sizes = tuple(size for size in (1, 2, 4, 8) if per_replica % size == 0)
+        notes.append("micro-batch not stated: the fastest that fits")
+    if any(per_replica % size for size in sizes):
+        raise UnsupportedRowError(
+            f"{per_replica} sequences per replica do not divide into micro-batches of {sizes[0]}"
+        )
+    return tuple(
+        replace(
+            base,
+            recompute=recompute,
+            micro_batch_size=size,
+            num_micro_batches=per_replica // size,
+        )
+        for recompute in recomputes
+        for size in sizes
+    )
+
+
+def _zero(row: Row, shards: int, notes: list[str]) -> tuple[int, int]:
+    if not row["zero"]:
+        if shards > 1:
+            notes.append("ZeRO not stated: taken as 1")
+        return 1, shards
+    stage, _, group = row["zero"].partition("/")
+    return int(stage), min(int(group), shards) if group else shards
+
+
+def _schedule(row: Row, stages_per_rank: int) -> Schedule:
+    stated = row["schedule"].lower()
+    if stated in ("", "1f1b", "interleaved-1f1b", "1f1b redis"):
+        return Schedule.INTERLEAVED if stages_per_rank > 1 else Schedule.ONE_F_ONE_B
+    if stated in {member.value for member in Schedule}:
+        return Schedule(stated)
+    raise UnsupportedRowError(f"schedule {row['schedule']!r} is outside the contract")
+
+
+def _stages(row: Row, model: ModelSpec, num_stages: int) -> tuple[int, ...]:
+    tags = row["switches"].split()
+    if "embedding-and-head-count-as-layers" in tags and num_stages > 1:
+        counts = split_layers(model.num_layers + 2, num_stages)
+        return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
+    return split_layers(model.num_layers, num_stages)
+
+
+def _integer(row: Row, column: str, default: int | None = None) -> int:
+    text = row[column]
+    if not text:
+        if default is None:
+            raise UnsupportedRowError(f"{column} is not stated")
+        return default
+    try:
+        return int(float(text))
+    except ValueError:
+        raise UnsupportedRowError(f"{column} is {text!r}, not a number") from None

@@ -1,0 +1,196 @@
+"""Text for people: one layout in full, many layouts as a table.
+
+Machines get JSON (contract.py); nothing here computes, it only words and aligns.
+"""
+
+from collections.abc import Sequence
+
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, Recompute
+from costmodels.model import ModelSpec
+from costmodels.parameters import num_active_parameters, num_parameters
+from costmodels.terms import MemoryEstimate, TimeEstimate
+from costmodels.units import GIB, TFLOP
+from planner.contract import parts_gib
+from planner.judge import Judgement
+
+VERDICT_WORDS = {
+    "fits": "fits",
+    "at_risk": "at risk",
+    "does_not_fit": "does not fit",
+    "illegal": "illegal",
+}
+
+
+def layout_words(layout: Layout) -> str:
+    """Return a layout in the short words of the command line: "tp8 pp2 dp4 zero1 mbs1 x16 1f1b"."""
+    words = [f"tp{layout.tensor_parallel}", f"pp{layout.pipeline_parallel}"]
+    if layout.context_parallel > 1:
+        words.append(f"cp{layout.context_parallel}-{layout.context_parallel_type}")
+    if layout.expert_parallel > 1:
+        words.append(f"ep{layout.expert_parallel}")
+    if layout.expert_tensor_parallel > 1:
+        words.append(f"etp{layout.expert_tensor_parallel}")
+    words.append(f"dp{layout.data_parallel}")
+    words.append(zero_words(layout))
+    words.append(f"mbs{layout.micro_batch_size} x{layout.num_micro_batches}")
+    words.append(recompute_words(layout))
+    if layout.pipeline_parallel > 1:
+        virtual = f" v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+        words.append(f"{layout.schedule}{virtual}")
+    if layout.offload:
+        words.append("offload " + "+".join(layout.offload))
+    return "  ".join(words)
+
+
+def zero_words(layout: Layout) -> str:
+    """Return the ZeRO stage, with its group where states are copied across groups."""
+    shards = layout.data_parallel * layout.context_parallel
+    group = f"/{layout.zero_group}" if layout.zero_stage and layout.zero_group < shards else ""
+    return f"zero{layout.zero_stage}{group}"
+
+
+def recompute_words(layout: Layout) -> str:
+    """Return what is recomputed, in a word or two."""
+    if layout.recompute is Recompute.FULL and layout.recompute_layers:
+        return f"recompute full/{layout.recompute_layers}"
+    if layout.recompute is Recompute.SELECTIVE and layout.recompute_modules:
+        return "recompute " + "+".join(layout.recompute_modules)
+    return f"recompute {layout.recompute}"
+
+
+def heading(model: ModelSpec, job: TrainingJob, cluster: Cluster) -> str:
+    """Return the line that says what is asked."""
+    total, active = num_parameters(model), num_active_parameters(model)
+    size = f"{total / 1e9:.2f} B parameters"
+    if active != total:
+        size += f" ({active / 1e9:.2f} B active)"
+    return (
+        f"{model.name}, {size}, on {cluster.num_gpus} x {cluster.profile.name}; "
+        f"{job.global_batch_size} sequences of {job.seq_len} tokens per step, "
+        f"{job.precision}, {job.optimizer}, target {job.target}"
+    )
+
+
+def judgement_text(
+    judgement: Judgement, model: ModelSpec, job: TrainingJob, cluster: Cluster
+) -> str:
+    """Return everything there is to say of one layout."""
+    lines = [heading(model, job, cluster), f"  {layout_words(judgement.layout)}", ""]
+    lines.append(VERDICT_WORDS[judgement.verdict.value])
+    lines += [f"  {violation.rule}: {violation.message}" for violation in judgement.violations]
+    if judgement.memory is not None:
+        lines += ["", *memory_lines(judgement.memory)]
+    if judgement.time is not None:
+        lines += ["", *time_lines(judgement.time, judgement.layout)]
+    return "\n".join(lines)
+
+
+def memory_lines(memory: MemoryEstimate) -> list[str]:
+    """Return the memory of the fullest GPU by part, and of every pipeline rank."""
+    parts = memory.parts
+    low, high = (bound / GIB for bound in memory.reserved_interval)
+    lines = [
+        f"memory of the fullest GPU (pipeline rank {memory.worst_rank}): "
+        f"{parts.reserved / GIB:.1f} of {memory.capacity / GIB:.1f} GiB reserved "
+        f"(80 %: {low:.1f} to {high:.1f}), {parts.allocated / GIB:.1f} allocated"
+    ]
+    shown = {name: size for name, size in parts_gib(parts).items() if size > 0}
+    ordered = sorted(shown.items(), key=lambda item: -item[1])
+    lines += [f"  {name:<15} {size:>8.2f} GiB" for name, size in ordered]
+    if len(memory.per_rank) > 1:
+        per_rank = " ".join(f"{rank.allocated / GIB:.1f}" for rank in memory.per_rank)
+        lines.append(f"  allocated by pipeline rank: {per_rank} GiB")
+    if memory.host_per_node:
+        lines.append(f"  host memory per node: {memory.host_per_node / GIB:.0f} GiB")
+    return lines
+
+
+def time_lines(time: TimeEstimate, layout: Layout) -> list[str]:
+    """Return the step time by term, largest exposed part first."""
+    low, high = time.interval
+    lines = [
+        f"step {time.step_seconds:.3g} s (80 %: {low:.3g} to {high:.3g}), "
+        f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+        f"{time.flops_per_gpu / TFLOP:.0f} TFLOP/s/GPU, MFU {100 * time.mfu:.1f} %"
+    ]
+    ordered = sorted(time.terms, key=lambda term: -term.exposed_seconds)
+    for term in ordered:
+        if term.seconds <= 0 and term.exposed_seconds <= 0:
+            continue
+        hidden = term.seconds - term.exposed_seconds
+        note = f"  ({hidden:.3g} s more hidden)" if hidden > 0.01 * term.seconds else ""
+        name = f"{term.name} [{term.axis}]" if term.axis else term.name
+        share = 100 * term.exposed_seconds / time.step_seconds
+        lines.append(f"  {name:<24} {term.exposed_seconds:>10.4g} s {share:>5.1f} %{note}")
+    if layout.pipeline_parallel > 1:
+        lines.append(f"  pipeline bubble: {100 * time.bubble_fraction:.1f} % of the average rank")
+    return lines
+
+
+TITLES = (
+    "#",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "dp",
+    "zero",
+    "mbs",
+    "acc",
+    "recompute",
+    "schedule",
+    "verdict",
+    "GiB",
+    "tok/s/GPU",
+    "MFU",
+    "step s",
+    "bubble",
+    "exposed comm",
+)
+
+
+def ranking_table(judgements: Sequence[Judgement]) -> list[str]:
+    """Return the table people build by hand in threads: one row per layout, best first."""
+    rows = [_cells(rank, judgement) for rank, judgement in enumerate(judgements, start=1)]
+    table = [TITLES, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(TITLES))]
+    left = {"recompute", "schedule", "verdict"}
+    return [
+        "  ".join(
+            cell.ljust(width) if title in left else cell.rjust(width)
+            for cell, width, title in zip(row, widths, TITLES, strict=True)
+        ).rstrip()
+        for row in table
+    ]
+
+
+def _cells(rank: int, judgement: Judgement) -> tuple[str, ...]:
+    layout, memory, time = judgement.layout, judgement.memory, judgement.time
+    assert memory is not None
+    assert time is not None
+    schedule = "-"
+    if layout.pipeline_parallel > 1:
+        virtual = f" v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+        schedule = f"{layout.schedule}{virtual}"
+    return (
+        str(rank),
+        str(layout.tensor_parallel),
+        str(layout.pipeline_parallel),
+        str(layout.context_parallel),
+        str(layout.expert_parallel),
+        str(layout.data_parallel),
+        zero_words(layout).removeprefix("zero"),
+        str(layout.micro_batch_size),
+        str(layout.num_micro_batches),
+        recompute_words(layout).removeprefix("recompute "),
+        schedule,
+        VERDICT_WORDS[judgement.verdict.value],
+        f"{memory.parts.reserved / GIB:.1f}",
+        f"{time.tokens_per_second_per_gpu:,.0f}",
+        f"{100 * time.mfu:.1f} %",
+        f"{time.step_seconds:.3g}",
+        f"{100 * time.bubble_fraction:.1f} %",
+        f"{100 * time.exposed_communication_fraction:.1f} %",
+    )

@@ -1,0 +1,248 @@
+"""Predict every row of a table of measured runs and report how far off the predictions are.
+
+Predictions depend on a row's description only. A row that cannot be expressed is called
+"unsupported" with the reason; it is never dropped.
+"""
+
+import csv
+import io
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from costmodels.units import GIB
+from planner.codec import rounded
+from planner.files import read_text
+from planner.judge import Judgement, Verdict, judge
+from planner.measurements import MeasuredJob, UnsupportedRowError, interpret
+
+PREDICTED = (
+    "predicted_verdict",
+    "predicted_step_seconds",
+    "predicted_tokens_per_second_per_gpu",
+    "predicted_allocated_gib",
+    "predicted_reserved_gib",
+    "predicted_note",
+)
+UNSUPPORTED = "unsupported"
+
+# Columns that `interpret` reads; a table without one of them is another kind of table.
+REQUIRED = (
+    "gpu gpus gpus_per_node inter_node_gbps_per_gpu model params_b hidden layers heads kv_heads "
+    "head_dim ffn_hidden ffn_type vocab seq_len experts top_k moe_ffn_hidden shared_experts "
+    "dense_layers tied_embeddings attention flash precision dp tp sp pp vpp cp ep etp zero "
+    "micro_batch global_batch grad_accum recompute recompute_modules schedule compile switches "
+    "framework"
+).split()
+
+Row = Mapping[str, str]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read a measurements CSV.
+
+    Raises:
+        ValueError: The file cannot be read, lacks columns or has ragged rows.
+
+    """
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV: {error}") from error
+    missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"{path} lacks the column {missing[0]!r} ({len(missing)} missing in all)")
+    for number, row in enumerate(rows, start=2):
+        if None in row or None in row.values():
+            raise ValueError(f"{path} line {number} has another number of cells than the header")
+    return rows
+
+
+def predict(row: Row) -> dict[str, str]:
+    """Return the predicted columns of one row, as text."""
+    try:
+        asked = interpret(row)
+    except UnsupportedRowError as error:
+        return _columns(UNSUPPORTED, note=str(error))
+    best = _best_reading(asked)
+    if best.memory is None or best.time is None:
+        reasons = "; ".join(violation.message for violation in best.violations)
+        return _columns(best.verdict.value, note=reasons)
+    return _columns(
+        best.verdict.value,
+        best.time.step_seconds,
+        best.time.tokens_per_second_per_gpu,
+        best.memory.parts.allocated / GIB,
+        best.memory.parts.reserved / GIB,
+        note=asked.note,
+    )
+
+
+def predict_all(
+    rows: Sequence[Row], progress: Callable[[int], None] = lambda _: None
+) -> list[dict[str, str]]:
+    """Return the rows with their predicted columns added, in order."""
+    done = []
+    for number, row in enumerate(rows, start=1):
+        done.append({**row, **predict(row)})
+        progress(number)
+    return done
+
+
+def _best_reading(asked: MeasuredJob) -> Judgement:
+    """Among the layouts a row may mean: the least recomputation that fits, then the fastest."""
+    judged = [judge(asked.model, asked.job, asked.cluster, layout) for layout in asked.layouts]
+    for wanted in (Verdict.FITS, Verdict.AT_RISK, Verdict.DOES_NOT_FIT):
+        candidates = [j for j in judged if j.verdict is wanted and j.time is not None]
+        if candidates:
+            first = candidates[0].layout.recompute
+            same = [j for j in candidates if j.layout.recompute is first]
+            return min(same, key=_seconds)
+    return judged[0]
+
+
+def _seconds(judgement: Judgement) -> float:
+    assert judgement.time is not None
+    return judgement.time.step_seconds
+
+
+def _columns(verdict: str, *figures: float, note: str) -> dict[str, str]:
+    texts = [repr(rounded(figure)) for figure in figures]
+    padded = texts + [""] * (4 - len(texts))
+    return dict(zip(PREDICTED, (verdict, *padded, note), strict=True))
+
+
+def csv_text(rows: Iterable[Row]) -> str:
+    """Return rows as CSV text."""
+    rows = list(rows)
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyError:
+    """How far predictions of one family are off.
+
+    Attributes:
+        throughput: Mean absolute relative error of tokens/s, None where nothing was measured.
+        bias: Geometric mean of predicted over measured, minus 1.
+        memory: Mean absolute relative error of memory.
+
+    """
+
+    family: str
+    num_rows: int
+    throughput: float | None
+    bias: float | None
+    memory: float | None
+
+
+def family_errors(rows: Sequence[Row]) -> list[FamilyError]:
+    """Return the errors per family over completed core rows, worst throughput first."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.get("core", "1") == "1" and row.get("status", "ok") == "ok":
+            groups[row.get("family", "all")].append(row)
+    found = [_family_error(name, members) for name, members in groups.items()]
+    return sorted(found, key=lambda error: (-(error.throughput or 0.0), error.family))
+
+
+def _family_error(family: str, rows: Sequence[Row]) -> FamilyError:
+    ratios = [ratio for row in rows if (ratio := throughput_ratio(row)) is not None]
+    memory = [ratio for row in rows if (ratio := memory_ratio(row)) is not None]
+    logs = [math.log(ratio) for ratio in ratios]
+    return FamilyError(
+        family=family,
+        num_rows=len(rows),
+        throughput=_mean([abs(ratio - 1) for ratio in ratios]),
+        bias=math.exp(sum(logs) / len(logs)) - 1 if logs else None,
+        memory=_mean([abs(ratio - 1) for ratio in memory]),
+    )
+
+
+def throughput_ratio(row: Row) -> float | None:
+    """Return predicted over measured tokens/s/GPU, None where either is missing."""
+    predicted = _number(row, "predicted_tokens_per_second_per_gpu")
+    measured = _number(row, "tokens_per_sec_per_gpu")
+    step, predicted_step = _number(row, "step_seconds"), _number(row, "predicted_step_seconds")
+    if predicted and measured:
+        return predicted / measured
+    return step / predicted_step if step and predicted_step else None
+
+
+def memory_ratio(row: Row) -> float | None:
+    """Return predicted over measured memory, on the basis that the row states."""
+    measured = _number(row, "memory_gib")
+    allocated = _number(row, "predicted_allocated_gib")
+    reserved = _number(row, "predicted_reserved_gib")
+    if not (measured and allocated and reserved):
+        return None
+    if row.get("memory_basis") == "allocated":
+        return allocated / measured
+    if row.get("memory_basis") == "either":
+        return min((allocated, reserved), key=lambda value: abs(value - measured)) / measured
+    return reserved / measured
+
+
+def error_table(rows: Sequence[Row]) -> str:
+    """Return the table that `planner validate` prints: families, worst first, then totals."""
+    errors = family_errors(rows)
+    lines = [f"{'family':<32} {'rows':>5} {'throughput':>10} {'bias':>8} {'memory':>8}"]
+    lines += [
+        f"{error.family[:32]:<32} {error.num_rows:>5} {_percent(error.throughput):>10} "
+        f"{_percent(error.bias, sign=True):>8} {_percent(error.memory):>8}"
+        for error in errors
+    ]
+    throughput = [error.throughput for error in errors if error.throughput is not None]
+    memory = [error.memory for error in errors if error.memory is not None]
+    ratios = [ratio for row in rows if _is_scored(row) and (ratio := throughput_ratio(row))]
+    lines.append(
+        f"mean over families: throughput {_percent(_mean(throughput))}, "
+        f"memory {_percent(_mean(memory))}"
+    )
+    if ratios:
+        middle = median(abs(ratio - 1) for ratio in ratios)
+        lines.append(f"median row: throughput {_percent(middle)}")
+    lines.append(_verdict_line(rows))
+    return "\n".join(lines)
+
+
+def _verdict_line(rows: Sequence[Row]) -> str:
+    scored = [row for row in rows if row.get("core", "1") == "1"]
+    died = [row for row in scored if row.get("status") == "oom"]
+    ran = [row for row in scored if row.get("status") == "ok"]
+    refused = {Verdict.DOES_NOT_FIT.value, Verdict.ILLEGAL.value, UNSUPPORTED}
+    caught = sum(row["predicted_verdict"] == Verdict.DOES_NOT_FIT.value for row in died)
+    wrong = sum(row["predicted_verdict"] in refused for row in ran)
+    return (
+        f"out-of-memory runs refused: {caught} of {len(died)}; "
+        f"completed runs refused: {wrong} of {len(ran)}"
+    )
+
+
+def _is_scored(row: Row) -> bool:
+    return row.get("core", "1") == "1" and row.get("status", "ok") == "ok"
+
+
+def _number(row: Row, column: str) -> float | None:
+    try:
+        return float(row.get(column) or "nan") if row.get(column) else None
+    except ValueError:
+        return None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _percent(value: float | None, *, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
