@@ -31,12 +31,49 @@ UNSUPPORTED = "unsupported"
 
 # Columns that `interpret` reads; a table without one of them is another kind of table.
 REQUIRED = (
-    "gpu gpus gpus_per_node inter_node_gbps_per_gpu model params_b hidden layers heads kv_heads "
-    "head_dim ffn_hidden ffn_type vocab seq_len experts top_k moe_ffn_hidden shared_experts "
-    "dense_layers tied_embeddings attention flash precision dp tp sp pp vpp cp ep etp zero "
-    "micro_batch global_batch grad_accum recompute recompute_modules schedule compile switches "
-    "framework"
-).split()
+    "gpu",
+    "gpus",
+    "gpus_per_node",
+    "inter_node_gbps_per_gpu",
+    "model",
+    "params_b",
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "ffn_type",
+    "vocab",
+    "seq_len",
+    "experts",
+    "top_k",
+    "moe_ffn_hidden",
+    "shared_experts",
+    "dense_layers",
+    "tied_embeddings",
+    "attention",
+    "flash",
+    "precision",
+    "dp",
+    "tp",
+    "sp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "etp",
+    "zero",
+    "micro_batch",
+    "global_batch",
+    "grad_accum",
+    "recompute",
+    "recompute_modules",
+    "schedule",
+    "compile",
+    "switches",
+    "framework",
+)
 
 Row = Mapping[str, str]
 

@@ -1,0 +1,69 @@
+"""Files are read with one clear message and written whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from planner.files import read_json, read_text, write_text
+
+
+def test_an_absent_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"absent\.json.*No such file"):
+        read_text(tmp_path / "absent.json")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match="cannot read"):
+        read_text(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "binary"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="UTF-8"):
+        read_text(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{", "Expecting"),
+        ('{"a": NaN}', "NaN"),
+        ('{"a": 1, "a": 2}', "'a' stands twice"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_broken_json_is_refused_with_the_reason(tmp_path, text, word):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="x.json") as caught:
+        read_json(path)
+    assert word in str(caught.value)
+
+
+def test_writing_replaces_the_whole_file_and_leaves_no_other(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ValueError, match="No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
+        write_text(Path(tmp_path / "nowhere" / "plan.json"), "text")
