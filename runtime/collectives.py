@@ -1,0 +1,312 @@
+"""Collectives between the ranks of one mesh axis, in three layers.
+
+1. Functions for graphs, `all_gather(x, mesh, "tp", dim)`: differentiable, so a graph that names
+   its forward collectives has its backward ones too. Each is one forward exchange and its adjoint:
+
+       function            forward         backward
+       copy_to             nothing         all-reduce
+       reduce_from         all-reduce      nothing
+       all_gather          all-gather      reduce-scatter
+       reduce_scatter      reduce-scatter  all-gather
+       split               take own part   all-gather
+       gather_replicated   all-gather      take own part
+       all_to_all          all-to-all      all-to-all, sizes swapped
+
+   `all_gather` serves consumers that differ between ranks (their gradients add up),
+   `gather_replicated` consumers that do the same on every rank.
+2. Functions on a `Group` for states and scalars, without gradients; `start_*` return a `Pending`.
+3. torch.distributed, or `gloo.py`, whose algorithms are faster where processes share cores.
+
+Results are contiguous: point-to-point transfers need it. A group of one costs nothing.
+"""
+
+# ruff: noqa: ANN401, PLR0917  (autograd contexts take any attribute; graphs pass by position)
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import gloo
+from runtime.mesh import Group, Mesh
+from runtime.pending import Done, Pending
+
+Exchange = Callable[[Tensor, Group, int], Tensor]
+
+
+# Functions for graphs.
+
+
+def copy_to(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """Hand a replicated tensor to work that differs between ranks; gradients are summed."""
+    return _exchange(x, mesh, axis, 0, _keep, _sum)
+
+
+def reduce_from(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """Sum partial results over an axis; the gradient is the same on every rank."""
+    return _exchange(x, mesh, axis, 0, _sum, _keep)
+
+
+def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """Concatenate shards along a dim for work that differs between ranks."""
+    return _exchange(x, mesh, axis, dim, _concatenate, _sum_and_split)
+
+
+def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """Sum partial results over an axis and keep this rank's part along a dim."""
+    return _exchange(x, mesh, axis, dim, _sum_and_split, _concatenate)
+
+
+def split(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """Keep this rank's part of a replicated tensor."""
+    return _exchange(x, mesh, axis, dim, _own_part, _concatenate)
+
+
+def gather_replicated(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """Concatenate shards along a dim for work that every rank does alike."""
+    return _exchange(x, mesh, axis, dim, _concatenate, _own_part)
+
+
+def all_to_all(
+    x: Tensor, mesh: Mesh, axis: str, output_sizes: Sequence[int], input_sizes: Sequence[int]
+) -> Tensor:
+    """Send a run of rows to each rank of an axis and receive one from each.
+
+    Args:
+        x: Rows, grouped by the rank they go to.
+        mesh: Where this rank stands.
+        axis: Axis of the exchange.
+        output_sizes: Rows that arrive from each rank.
+        input_sizes: Rows that go to each rank.
+
+    """
+    group = mesh.group(axis)
+    if group.size == 1:
+        return x
+    return _apply(_AllToAll, x, group, tuple(output_sizes), tuple(input_sizes))
+
+
+def vocab_parallel_embedding(weight: Tensor, ids: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """Look up the tokens whose rows this rank holds; the others are zero.
+
+    The result is partial: it must be summed over the axis (`reduce_from`, `reduce_scatter`).
+
+    Args:
+        weight: [V / axis, H], this rank's rows of the (padded) vocabulary.
+        ids: Tokens of any shape.
+        mesh: Where this rank stands.
+        axis: Axis that the vocabulary is cut over.
+
+    """
+    rows, outside = _local_rows(ids, weight.shape[0], mesh.coordinate(axis))
+    found = torch.nn.functional.embedding(rows, weight)
+    return found.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, mesh: Mesh, axis: str, vocab_size: int, ignore_index: int
+) -> Tensor:
+    """Return the summed cross entropy of logits whose vocabulary is cut over an axis.
+
+    The logits are never gathered: ranks exchange each token's maximum, then its sum of
+    exponentials and its label's logit (Megatron-LM, arXiv:1909.08053, section 3).
+
+    Args:
+        logits: [tokens, V / axis], V padded to a multiple of the axis.
+        labels: [tokens].
+        mesh: Where this rank stands.
+        axis: Axis that the vocabulary is cut over.
+        vocab_size: Vocabulary without padding; columns beyond it never count.
+        ignore_index: Label of tokens that do not count.
+
+    """
+    group = mesh.group(axis)
+    first = group.index * logits.shape[-1]
+    return _apply(
+        _VocabParallelCrossEntropy, logits, labels, group, vocab_size - first, ignore_index
+    )
+
+
+# Functions on a group.
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Return the sum or maximum ("max") of a tensor over a group, as a new tensor."""
+    return start_all_reduce(x.contiguous().clone(), group, op).wait()
+
+
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
+    """Begin to reduce a contiguous tensor in place."""
+    if group.size == 1:
+        return Done(x)
+    if group.backend == "gloo":
+        return gloo.start_all_reduce(x, group, op)
+    reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+    work = dist.all_reduce(x, reduce_op, group=group.handle, async_op=True)
+    return Pending([work], x)
+
+
+def start_all_gather(full: Tensor, shard: Tensor, group: Group) -> Pending:
+    """Begin to fill a flat tensor with the group's equal flat shards, in rank order.
+
+    Args:
+        full: Contiguous, size * group.size elements; may hold `shard` at its own place.
+        shard: Contiguous.
+        group: Ranks that take part.
+
+    """
+    if group.size == 1:
+        return Done(full.copy_(shard))
+    if group.backend == "gloo":
+        return gloo.start_all_gather(full, shard, group)
+    work = dist.all_gather_single(full, shard, group=group.handle, async_op=True)
+    return Pending([work], full)
+
+
+def start_reduce_scatter(full: Tensor, group: Group) -> Pending:
+    """Begin to sum flat tensors over a group; the result is this rank's equal part.
+
+    `full` must stay as it is until the wait.
+    """
+    if group.size == 1:
+        return Done(full)
+    if group.backend == "gloo":
+        return gloo.start_reduce_scatter(full, group)
+    shard = full.new_empty(full.numel() // group.size)
+    work = dist.reduce_scatter_single(shard, full, group=group.handle, async_op=True)
+    return Pending([work], shard, keep=full)
+
+
+def start_send(x: Tensor, group: Group, to: int, tag: int) -> Pending:
+    """Begin to send a contiguous tensor to a rank, by its place in the group."""
+    work = dist.isend(x, group=group.handle, group_dst=to, tag=tag)
+    return Pending([work], x)
+
+
+def start_receive(buffer: Tensor, group: Group, sender: int, tag: int) -> Pending:
+    """Begin to fill a contiguous tensor with what a rank of the group sends."""
+    work = dist.irecv(buffer, group=group.handle, group_src=sender, tag=tag)
+    return Pending([work], buffer)
+
+
+# Adjoint pairs.
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    apply = cast("Callable[..., Tensor]", function.apply)
+    return apply(*arguments)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, dim: int, forward: Exchange, backward: Exchange
+    ) -> Tensor:
+        ctx.call = (group, dim, backward)
+        return forward(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        group, dim, backward = ctx.call
+        return backward(gradient, group, dim), None, None, None, None
+
+
+def _exchange(
+    x: Tensor, mesh: Mesh, axis: str, dim: int, forward: Exchange, backward: Exchange
+) -> Tensor:
+    group = mesh.group(axis)
+    if group.size == 1:
+        return x
+    return _apply(_Exchange, x, group, dim, forward, backward)
+
+
+def _keep(x: Tensor, group: Group, dim: int) -> Tensor:  # noqa: ARG001  (an Exchange)
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group, dim: int) -> Tensor:  # noqa: ARG001  (an Exchange)
+    return all_reduce(x, group)
+
+
+def _own_part(x: Tensor, group: Group, dim: int) -> Tensor:
+    return x.chunk(group.size, dim)[group.index].contiguous()
+
+
+def _concatenate(x: Tensor, group: Group, dim: int) -> Tensor:
+    leading = x.movedim(dim, 0).contiguous()
+    full = leading.new_empty((group.size * leading.shape[0], *leading.shape[1:]))
+    start_all_gather(full.view(-1), leading.view(-1), group).wait()
+    return full.movedim(0, dim).contiguous()
+
+
+def _sum_and_split(x: Tensor, group: Group, dim: int) -> Tensor:
+    leading = x.movedim(dim, 0).contiguous()
+    shape = (leading.shape[0] // group.size, *leading.shape[1:])
+    shard = start_reduce_scatter(leading.view(-1), group).wait()
+    return shard.view(shape).movedim(0, dim).contiguous()
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> Tensor:
+        ctx.call = (group, output_sizes, input_sizes)
+        return _all_to_all(x, group, output_sizes, input_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        group, output_sizes, input_sizes = ctx.call
+        return _all_to_all(gradient, group, input_sizes, output_sizes), None, None, None
+
+
+def _all_to_all(
+    x: Tensor, group: Group, output_sizes: Sequence[int], input_sizes: Sequence[int]
+) -> Tensor:
+    received = x.new_empty((sum(output_sizes), *x.shape[1:]))
+    dist.all_to_all_single(
+        received, x.contiguous(), list(output_sizes), list(input_sizes), group=group.handle
+    )
+    return received
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Forward keeps the probabilities; backward is probabilities minus the label's one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: Group, num_columns: int, ignore_index: int
+    ) -> Tensor:
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if num_columns < scores.shape[-1]:
+            scores = scores.clone()
+            scores[:, max(num_columns, 0) :] = float("-inf")
+        largest = all_reduce(scores.amax(-1), group, "max")
+        exponentials = (scores - largest.unsqueeze(-1)).exp_()
+        columns, outside = _local_rows(labels, scores.shape[-1], group.index)
+        chosen = scores.gather(-1, columns.unsqueeze(-1)).squeeze(-1) - largest
+        sums = torch.stack((exponentials.sum(-1), chosen.masked_fill(outside, 0.0)))
+        total, label_score = all_reduce(sums, group)
+        counts = labels != ignore_index
+        probabilities = exponentials.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(probabilities, columns, outside, counts)
+        ctx.dtype = logits.dtype
+        losses: Tensor = (total.log() - label_score) * counts
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, columns, outside, counts = ctx.saved_tensors
+        scale = (gradient * counts).unsqueeze(-1).to(probabilities.dtype)
+        result = probabilities * scale
+        result.scatter_add_(-1, columns.unsqueeze(-1), -scale * ~outside.unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def _local_rows(ids: Tensor, num_rows: int, index: int) -> tuple[Tensor, Tensor]:
+    """Return each id's row on this rank (0 where another rank holds it) and which those are."""
+    rows = ids - index * num_rows
+    outside = (rows < 0) | (rows >= num_rows)
+    return rows.masked_fill(outside, 0), outside

@@ -1,0 +1,52 @@
+"""Pending: a result that a transfer will have filled in by the time someone waits for it."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """What torch.distributed returns for an asynchronous operation."""
+
+    def wait(self) -> object:
+        """Block until the operation is done, or raise what went wrong."""
+
+
+class Pending:
+    """A tensor that is complete after `wait`.
+
+    Holds its inputs until then: freeing the memory of a transfer under way corrupts it.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work | None],
+        result: Tensor,
+        *,
+        keep: Tensor | None = None,
+        finish: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """Remember the operations, the tensor that they fill and what remains to do."""
+        self._works = works
+        self._result = result
+        self._keep = keep
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Return the tensor once everything arrived; later calls return it at once."""
+        for work in self._works:
+            if work is not None:  # torch: this rank takes no part
+                work.wait()
+        if self._finish is not None:
+            self._result = self._finish()
+        self._works, self._keep, self._finish = (), None, None
+        return self._result
+
+
+class Done(Pending):
+    """A result that needs no transfer."""
+
+    def __init__(self, result: Tensor) -> None:
+        """Hold the result."""
+        super().__init__((), result)
