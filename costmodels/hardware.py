@@ -102,7 +102,7 @@ class HardwareProfile:
         generation: Names the constants that hold where the device has no data of its own.
         gpus_per_node: GPUs that share a host.
         host_memory: Bytes of DRAM per node.
-        provenance: Source of every number, in the order of the file format.
+        provenance: Sources of the numbers that name one, in the order of the file format.
 
     """
 
