@@ -1,0 +1,80 @@
+"""StageMemory: what the partition solver knows of a layout's memory, before layers are split.
+
+Reserved bytes of a pipeline rank are linear in its layers. With n_k layers of kind k in a stage
+that holds f micro-batches at the rank's worst moment, q of them recomputed:
+
+    reserved = fixed
+             + sum over the rank's stages of
+                 sum over kinds   n_k * state_k + f * ((n_k - q_k) * kept_k + q_k * recomputed_k)
+                 + embedding on global stage 0, head on the last one
+             + the rank's transient: the largest of its stages' and the head's
+
+`estimate_memory` evaluates exactly this, so a partition that fits here fits there.
+"""
+
+from dataclasses import dataclass
+
+from costmodels.model import LayerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Reserved bytes of one layer of a kind.
+
+    Attributes:
+        states: Weights, gradients and optimizer states of the rank's share.
+        kept: Per micro-batch in flight, where the layer is not recomputed in full.
+        recomputed: Per micro-batch in flight, where it is: its input.
+
+    """
+
+    states: float
+    kept: float
+    recomputed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndMemory:
+    """Reserved bytes of the embedding, or of final norm, head and loss.
+
+    Attributes:
+        states: Weights, gradients and optimizer states.
+        kept: Per micro-batch in flight.
+        transient: Alive only while it runs (logits and their gradients).
+
+    """
+
+    states: float
+    kept: float
+    transient: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Memory of one layout, by block; bytes as the card sees them (fragmentation is in).
+
+    Attributes:
+        layers: One layer of each kind.
+        embedding: On the rank of global stage 0.
+        head: On the rank of the last global stage.
+        fixed: On every rank: context, communicators, buckets, what others took.
+        transient: Gradients and gathered weights while a layer runs backward.
+        recompute_transient: The same where every layer of a stage is recomputed: the activations
+            of one layer come on top.
+        in_flight: Micro-batches that each global stage holds at its rank's worst moment.
+        capacity: Bytes that the driver leaves.
+
+    """
+
+    layers: tuple[tuple[LayerKind, LayerMemory], ...]
+    embedding: EndMemory
+    head: EndMemory
+    fixed: float
+    transient: float
+    recompute_transient: float
+    in_flight: tuple[int, ...]
+    capacity: float
+
+    def layer(self, kind: LayerKind) -> LayerMemory:
+        """Return the bytes of a kind of layer."""
+        return dict(self.layers)[kind]

@@ -1,0 +1,132 @@
+"""What each target runtime really allocates: one record per `--target`, a reason per choice.
+
+The cost formulas are the same for all; the runtimes differ in what they keep, in which format
+and for how long. Numbers are bytes per value unless said otherwise.
+
+Sources: the runtimes' public code, named per record; constants without a source of their own are
+`chosen` to describe that code.
+"""
+
+from dataclasses import dataclass
+
+from costmodels.job import Target
+from costmodels.units import MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkBehaviour:
+    """Memory habits of a runtime.
+
+    Attributes:
+        bf16_gradient_bytes: Gradient accumulation format of bf16 (and fp8) training.
+        fp16_gradient_bytes: The same under fp16.
+        fp32_gradient_copy: The optimizer casts 16-bit gradients of its shard to fp32 at the step.
+        master_is_parameter: ZeRO-3 shards hold the fp32 weight only; 16-bit copies exist while
+            gathered (FSDP2).
+        keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
+            keeps them, and whole gradients too, over all micro-batches.
+        gathered_layers: Layers whose weights are whole at once under ZeRO-3 (current, prefetched).
+        saves_gathered_input: Column-parallel matrices keep the gathered input under sequence
+            parallelism, rather than gather it again.
+        unfused_gate: A gated activation keeps the activated gate beside its inputs.
+        compiled_gate: The gate is fused when the model is compiled.
+        low_precision_inputs: fp8 matrix products keep their inputs in fp8.
+        low_precision_weight_copies: Bytes of cached fp8 weights (both layouts) per weight.
+        dummy_weight_gradients: A placeholder gradient stays allocated for each weight shape
+            (Transformer Engine with fused weight-gradient accumulation).
+        fused_weight_gradient: Weight gradients accumulate in the product; otherwise the largest
+            one exists twice for a moment.
+        logit_peak_bytes: Bytes per logit at the worst moment of head and loss, unfused loss.
+        fused_logit_peak_bytes: The same with a fused or compiled loss.
+        logit_saved_bytes: Bytes per logit that stay from forward to backward.
+        bucket_bytes: Communication buckets of gradients and weights.
+        vocab_multiple: The vocabulary is padded to a multiple of this times the tensor axis.
+        selective_modules: What `--recompute selective` means where no modules are named.
+        extra_groups: Communicators beside one per axis in use.
+
+    """
+
+    bf16_gradient_bytes: int
+    fp16_gradient_bytes: int
+    fp32_gradient_copy: bool = False
+    master_is_parameter: bool = False
+    keeps_gathered_in_pipeline: bool = False
+    gathered_layers: int = 2
+    saves_gathered_input: bool = False
+    unfused_gate: bool = True
+    compiled_gate: bool = True
+    low_precision_inputs: bool = False
+    low_precision_weight_copies: int = 0
+    dummy_weight_gradients: bool = False
+    fused_weight_gradient: bool = False
+    logit_peak_bytes: float = 14.0
+    fused_logit_peak_bytes: float = 6.0
+    logit_saved_bytes: float = 4.0
+    bucket_bytes: int = 0
+    vocab_multiple: int = 1
+    selective_modules: tuple[str, ...] = ("core_attn",)
+    extra_groups: int = 0
+
+
+BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
+    # Our own runtime: flat fp32 gradient buffers, collectives as autograd nodes (their outputs are
+    # saved by the products that read them), FSDP2-like units per layer under ZeRO-3.
+    Target.NATIVE: FrameworkBehaviour(
+        bf16_gradient_bytes=4,
+        fp16_gradient_bytes=4,
+        master_is_parameter=True,
+        saves_gathered_input=True,
+    ),
+    # Megatron Core with Transformer Engine: fp32 main gradients under bf16, 16-bit ones under
+    # fp16; inputs gathered again; fused bias-SwiGLU, fused weight-gradient accumulation; the loss
+    # works in place on fp32 logits (fused: 2 + 4 bytes).
+    Target.MEGATRON: FrameworkBehaviour(
+        bf16_gradient_bytes=4,
+        fp16_gradient_bytes=2,
+        fp32_gradient_copy=True,
+        unfused_gate=False,
+        low_precision_inputs=True,
+        low_precision_weight_copies=2,
+        dummy_weight_gradients=True,
+        fused_weight_gradient=True,
+        logit_peak_bytes=10.0,
+        fused_logit_peak_bytes=6.0,
+        vocab_multiple=128,
+        extra_groups=1,
+    ),
+    # torchtitan on FSDP2: fp32 shards, bf16 gathered, fp32 reduced gradients; with a pipeline
+    # nothing is resharded between micro-batches; eager loss holds bf16 and three fp32 tensors;
+    # selective recompute is its per-operation policy.
+    Target.TORCHTITAN: FrameworkBehaviour(
+        bf16_gradient_bytes=4,
+        fp16_gradient_bytes=4,
+        master_is_parameter=True,
+        keeps_gathered_in_pipeline=True,
+        saves_gathered_input=True,
+        selective_modules=("per-op",),
+    ),
+    # DeepSpeed ZeRO: 16-bit gradients, fp32 copy of the shard at the step, buckets of 5e8 values.
+    Target.DEEPSPEED: FrameworkBehaviour(
+        bf16_gradient_bytes=2,
+        fp16_gradient_bytes=2,
+        fp32_gradient_copy=True,
+        saves_gathered_input=True,
+        bucket_bytes=2 * 500_000_000,
+        extra_groups=1,
+    ),
+    # nanotron: fp32 gradient accumulation beside 16-bit gradients, eager SwiGLU, sharded loss.
+    Target.NANOTRON: FrameworkBehaviour(
+        bf16_gradient_bytes=4,
+        fp16_gradient_bytes=4,
+        saves_gathered_input=True,
+        logit_peak_bytes=10.0,
+    ),
+    # Accelerate on FSDP: torch's own sharding, gradients in the reduce precision.
+    Target.ACCELERATE: FrameworkBehaviour(
+        bf16_gradient_bytes=4,
+        fp16_gradient_bytes=4,
+        master_is_parameter=True,
+        saves_gathered_input=True,
+        bucket_bytes=25 * MIB,
+    ),
+}
