@@ -5,7 +5,16 @@ Units in files: memory_gib, gb_per_s (per GPU, one direction), latency_us, peak_
 Everything here is SI: bytes, bytes/s, seconds, FLOP/s.
 """
 
+import math
 from dataclasses import dataclass, field
+
+
+def _require_positive(record: object, *names: str) -> None:
+    """Refuse fields that are not finite and above 0: records also come from strangers' plans."""
+    for name in names:
+        value = getattr(record, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, not {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +37,12 @@ class Link:
     bandwidth: float
     latency: float
     peer_access: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse links that carry nothing."""
+        _require_positive(self, "bandwidth")
+        if not (math.isfinite(self.latency) and self.latency >= 0 and self.num_devices >= 0):
+            raise ValueError(f"{self.name}: latency and num_devices must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +68,16 @@ class Device:
     host_bandwidth: float
     usable_fraction: float = 0.99
     power_watts: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse devices without memory, speed or a precision."""
+        _require_positive(
+            self, "memory", "memory_bandwidth", "num_sms", "host_bandwidth", "usable_fraction"
+        )
+        if self.usable_fraction > 1:
+            raise ValueError(f"usable_fraction must be at most 1, not {self.usable_fraction}")
+        if not self.peak_flops or any(not 0 < peak < math.inf for _, peak in self.peak_flops):
+            raise ValueError("peak_flops needs a positive figure for at least one precision")
 
     def peak(self, precision: str) -> float | None:
         """Return dense FLOP/s in a precision, None where the part lacks it."""
@@ -116,6 +141,10 @@ class HardwareProfile:
     calibration: Calibration
     provenance: tuple[Provenance, ...] = field(default=(), hash=False)
 
+    def __post_init__(self) -> None:
+        """Refuse nodes without GPUs or memory."""
+        _require_positive(self, "gpus_per_node", "host_memory")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -129,6 +158,10 @@ class Cluster:
     profile: HardwareProfile
     num_gpus: int
     gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        """Refuse clusters without GPUs."""
+        _require_positive(self, "num_gpus", "gpus_per_node")
 
     @property
     def num_nodes(self) -> int:

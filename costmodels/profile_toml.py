@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import cast
 
 import hardware_profiles
-from costmodels.hardware import Calibration, Device, HardwareProfile, Link, Provenance
+from costmodels.hardware import (
+    Calibration,
+    Device,
+    HardwareProfile,
+    Link,
+    Provenance,
+    make_cluster,
+)
 from costmodels.profile_schema import (
     MACHINE_KEYS,
     PRECISIONS,
@@ -28,6 +35,14 @@ from costmodels.profile_schema import (
     unknown_key,
 )
 from costmodels.units import MIB
+
+__all__ = [
+    "generation_constants",
+    "make_cluster",  # what follows reading a profile
+    "profile_from_toml",
+    "profile_names",
+    "read_profile",
+]
 
 SCHEMA = 1
 MAX_FILE_BYTES = MIB  # a profile is a few KiB; anything near this is some other file
