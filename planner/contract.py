@@ -3,10 +3,11 @@
 GiB and GPU-level figures are made here and nowhere else; everything before is SI.
 """
 
+from costmodels.memory import padded_vocab_size
+
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
-from costmodels.memory import padded_vocab_size
 from costmodels.model import ModelSpec
 from costmodels.parameters import num_active_parameters, num_parameters
 from costmodels.terms import MemoryEstimate, MemoryParts, TimeEstimate

@@ -4,17 +4,14 @@ A row's blanks mean "not stated": each gets the planner's best assumption, said 
 a row was measured at, where it comes from and which family it belongs to is never read here.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
-from costmodels.parameters import num_parameters
+from costmodels.model import ModelSpec
 from costmodels.profile_toml import make_cluster, read_profile
-
-Row = Mapping[str, str]
+from planner.measured_model import Row, UnsupportedRowError, integer, read_model_columns
 
 PROFILES = {
     "V100-SXM2-16GB": "v100-sxm2-16gb",
@@ -59,18 +56,7 @@ FRAMEWORKS = (
 
 PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the common recipe
 
-# Published shapes of latent attention (DeepSeek-V2, arXiv:2405.04434; V2-Lite has no query
-# compression). A row gives its parameter count, which tells the two apart.
-LATENT = LatentAttention(
-    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-)
-LATENT_ATTENTIONS = (LATENT, replace(LATENT, q_lora_rank=None))
-
 UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
-
-
-class UnsupportedRowError(ValueError):
-    """A row that the planner cannot express, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +86,7 @@ def interpret(row: Row) -> MeasuredJob:
     notes: list[str] = []
     model = read_model_columns(row)
     cluster = _cluster(row)
-    data_parallel = _integer(row, "dp")
+    data_parallel = integer(row, "dp")
     batch = _global_batch(row, data_parallel, notes)
     job = _job(row, batch, notes)
     layouts = _layouts(row, model, job, notes)
@@ -115,57 +101,6 @@ def target_of(framework: str) -> Target:
     return next((target for key, target, _ in FRAMEWORKS if key in name), Target.MEGATRON)
 
 
-def read_model_columns(row: Row) -> ModelSpec:
-    """Build a model from a row's shape columns."""
-    attention = row["attention"]
-    if attention not in ("mha", "gqa", "mla"):
-        raise UnsupportedRowError(f"attention {attention or 'not stated'}: not a transformer here")
-    experts = _integer(row, "experts", 0)
-    hidden = _integer(row, "hidden")
-    width = _integer(row, "ffn_hidden", 0) or _integer(row, "moe_ffn_hidden")
-    gated = row["ffn_type"] in ("swiglu", "geglu")
-    with_biases = row["ffn_type"] in ("gelu", "relu")
-    head_dim = _integer(row, "head_dim", hidden // _integer(row, "heads"))
-    model = ModelSpec(
-        name=row["model"] or "unnamed",
-        architecture="llama" if gated else "gpt2",
-        hidden_size=hidden,
-        num_layers=_integer(row, "layers"),
-        num_attention_heads=_integer(row, "heads"),
-        num_kv_heads=_integer(row, "kv_heads"),
-        head_dim=head_dim,
-        ffn_hidden_size=width,
-        vocab_size=_integer(row, "vocab"),
-        training_seq_len=_integer(row, "seq_len"),
-        gated_ffn=gated,
-        activation="silu" if gated else "gelu",
-        norm="rmsnorm" if gated else "layernorm",
-        tied_embeddings=row["tied_embeddings"] == "1",
-        qkv_bias=with_biases,
-        attention_output_bias=with_biases,
-        ffn_bias=with_biases,
-        moe=_experts(row, experts) if experts else None,
-    )
-    return _with_latent_attention(model, row) if attention == "mla" else model
-
-
-def _experts(row: Row, experts: int) -> MixtureOfExperts:
-    width = _integer(row, "moe_ffn_hidden")
-    return MixtureOfExperts(
-        num_experts=experts,
-        experts_per_token=_integer(row, "top_k"),
-        ffn_hidden_size=width,
-        shared_ffn_hidden_size=width * _integer(row, "shared_experts", 0),
-        num_dense_layers=_integer(row, "dense_layers", 0),
-    )
-
-
-def _with_latent_attention(model: ModelSpec, row: Row) -> ModelSpec:
-    stated = float(row["params_b"] or 0) * 1e9
-    candidates = [replace(model, latent_attention=latent) for latent in LATENT_ATTENTIONS]
-    return min(candidates, key=lambda candidate: abs(num_parameters(candidate) - stated))
-
-
 def _cluster(row: Row) -> Cluster:
     name = PROFILES.get(row["gpu"])
     if name is None:
@@ -174,7 +109,7 @@ def _cluster(row: Row) -> Cluster:
     if row["inter_node_gbps_per_gpu"]:
         gigabytes = float(row["inter_node_gbps_per_gpu"]) / 8
         overrides.append(f"links.inter_node.gb_per_s={gigabytes:g}")
-    gpus, per_node = _integer(row, "gpus"), _integer(row, "gpus_per_node")
+    gpus, per_node = integer(row, "gpus"), integer(row, "gpus_per_node")
     try:
         profile = read_profile(name, tuple(overrides))
         return make_cluster(profile, gpus, min(gpus, per_node))
@@ -184,10 +119,10 @@ def _cluster(row: Row) -> Cluster:
 
 def _global_batch(row: Row, data_parallel: int, notes: list[str]) -> int:
     if row["global_batch"]:
-        return _integer(row, "global_batch")
-    accumulation = _integer(row, "grad_accum", 1)
+        return integer(row, "global_batch")
+    accumulation = integer(row, "grad_accum", 1)
     notes.append("global batch from micro-batch, accumulation and replicas")
-    return _integer(row, "micro_batch", 1) * accumulation * data_parallel
+    return integer(row, "micro_batch", 1) * accumulation * data_parallel
 
 
 def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
@@ -202,7 +137,7 @@ def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
         notes.append(f"precision {row['precision']} taken as {precision.value}")
     grad_dtype = "bf16" if "grads-bf16" in tags else "fp32" if "grads-fp32" in tags else None
     return TrainingJob(
-        seq_len=_integer(row, "seq_len"),
+        seq_len=integer(row, "seq_len"),
         global_batch_size=batch,
         precision=precision,
         flash_attention=row["flash"] != "0",
@@ -237,9 +172,9 @@ def _switches(row: Row, tags: frozenset[str]) -> Switches:
 
 
 def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> tuple[Layout, ...]:
-    data_parallel, tensor_parallel = _integer(row, "dp"), _integer(row, "tp")
-    pipeline_parallel, context_parallel = _integer(row, "pp"), _integer(row, "cp")
-    stages_per_rank = _integer(row, "vpp", 1) if pipeline_parallel > 1 else 1
+    data_parallel, tensor_parallel = integer(row, "dp"), integer(row, "tp")
+    pipeline_parallel, context_parallel = integer(row, "pp"), integer(row, "cp")
+    stages_per_rank = integer(row, "vpp", 1) if pipeline_parallel > 1 else 1
     shards = data_parallel * context_parallel
     zero_stage, zero_group = _zero(row, shards, notes)
     base = Layout(
@@ -247,8 +182,8 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         context_parallel=context_parallel,
-        expert_parallel=_integer(row, "ep", 1),
-        expert_tensor_parallel=_integer(row, "etp", 1),
+        expert_parallel=integer(row, "ep", 1),
+        expert_tensor_parallel=integer(row, "etp", 1),
         zero_stage=zero_stage,
         zero_group=zero_group,
         stages_per_rank=stages_per_rank,
@@ -268,7 +203,7 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
             f"global batch {job.global_batch_size} does not divide over {data_parallel} replicas"
         )
     if row["micro_batch"]:
-        sizes: tuple[int, ...] = (_integer(row, "micro_batch"),)
+        sizes: tuple[int, ...] = (integer(row, "micro_batch"),)
     else:
         sizes = tuple(size for size in (1, 2, 4, 8) if per_replica % size == 0)
         notes.append("micro-batch not stated: the fastest that fits")
@@ -312,15 +247,3 @@ def _stages(row: Row, model: ModelSpec, num_stages: int) -> tuple[int, ...]:
         counts = split_layers(model.num_layers + 2, num_stages)
         return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
     return split_layers(model.num_layers, num_stages)
-
-
-def _integer(row: Row, column: str, default: int | None = None) -> int:
-    text = row[column]
-    if not text:
-        if default is None:
-            raise UnsupportedRowError(f"{column} is not stated")
-        return default
-    try:
-        return int(float(text))
-    except ValueError:
-        raise UnsupportedRowError(f"{column} is {text!r}, not a number") from None

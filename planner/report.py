@@ -92,9 +92,11 @@ def memory_lines(memory: MemoryEstimate) -> list[str]:
     parts = memory.parts
     low, high = (bound / GIB for bound in memory.reserved_interval)
     lines = [
-        f"memory of the fullest GPU (pipeline rank {memory.worst_rank}): "
-        f"{parts.reserved / GIB:.1f} of {memory.capacity / GIB:.1f} GiB reserved "
-        f"(80 %: {low:.1f} to {high:.1f}), {parts.allocated / GIB:.1f} allocated"
+        (
+            f"memory of the fullest GPU (pipeline rank {memory.worst_rank}): "
+            f"{parts.reserved / GIB:.1f} of {memory.capacity / GIB:.1f} GiB reserved "
+            f"(80 %: {low:.1f} to {high:.1f}), {parts.allocated / GIB:.1f} allocated"
+        )
     ]
     shown = {name: size for name, size in parts_gib(parts).items() if size > 0}
     ordered = sorted(shown.items(), key=lambda item: -item[1])
@@ -111,9 +113,11 @@ def time_lines(time: TimeEstimate, layout: Layout) -> list[str]:
     """Return the step time by term, largest exposed part first."""
     low, high = time.interval
     lines = [
-        f"step {time.step_seconds:.3g} s (80 %: {low:.3g} to {high:.3g}), "
-        f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
-        f"{time.flops_per_gpu / TFLOP:.0f} TFLOP/s/GPU, MFU {100 * time.mfu:.1f} %"
+        (
+            f"step {time.step_seconds:.3g} s (80 %: {low:.3g} to {high:.3g}), "
+            f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+            f"{time.flops_per_gpu / TFLOP:.0f} TFLOP/s/GPU, MFU {100 * time.mfu:.1f} %"
+        )
     ]
     ordered = sorted(time.terms, key=lambda term: -term.exposed_seconds)
     for term in ordered:
