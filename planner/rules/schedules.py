@@ -1,69 +1,60 @@
 """Which pipeline schedules can order which stages and micro-batches.
 
-Sources: torch.distributed.pipelining `schedules.py` (2.13: single- and multi-stage schedules,
-rounds of Interleaved1F1B and InterleavedZeroBubble, ZBV and DualPipeV with two stages per rank).
+The predicates are the schedule generators' own (`costmodels/schedule/shape.py`), so that what is
+legal here can be built, simulated and run.
 """
 
 import numpy as np
 
+from costmodels.layout_table import IntColumn
+from costmodels.schedule.shape import shape_masks
 from planner.rules.rule import Case, Mask, Rule
 
-STAGES_OF_A_V = 2  # down one half of the layers, back up the other
+SHAPE_COLUMNS = ("schedule", "pipeline_parallel", "stages_per_rank", "num_micro_batches")
 
 
-def _schedule_stages(case: Case) -> Mask:
-    stages = case.table.stages_per_rank
-    single = case.uses("gpipe", "1f1b")
-    v_shaped = case.uses("zbv", "dualpipev")
-    interleaved = case.uses("interleaved-1f1b")
-    return np.asarray(
-        (~single | (stages == 1))
-        & (~v_shaped | (stages == STAGES_OF_A_V))
-        & (~interleaved | (stages > 1)),
-        dtype=np.bool_,
-    )
+def _admitted(name: str, reads: tuple[str, ...], says: str, blames: tuple[str, ...]) -> Rule:
+    """Return one of the generators' rules; columns that it does not read stay unread."""
 
+    def holds(case: Case) -> Mask:
+        unread = np.full(len(case.table), 1, dtype=np.int64)
+        columns: list[IntColumn] = [
+            getattr(case.table, column) if column in reads else unread for column in SHAPE_COLUMNS
+        ]
+        return shape_masks(*columns)[name]
 
-def _schedule_micro_batches(case: Case) -> Mask:
-    table = case.table
-    in_rounds = case.uses("interleaved-1f1b", "zero-bubble") & (table.stages_per_rank > 1)
-    rounds = np.maximum(1, table.num_micro_batches // table.pipeline_parallel)
-    fills = table.num_micro_batches >= case.num_stages
-    return np.asarray(
-        (~in_rounds | (table.num_micro_batches % rounds == 0)) & (~case.uses("dualpipev") | fills),
-        dtype=np.bool_,
-    )
+    return Rule(name=name, reads=reads, holds=holds, says=says, given=reads, blames=blames)
 
 
 SCHEDULE_RULES: tuple[Rule, ...] = (
-    Rule(
-        name="schedule_needs_a_pipeline",
-        reads=("schedule", "pipeline_parallel"),
-        holds=lambda case: (case.table.pipeline_parallel > 1) | case.uses("gpipe", "1f1b"),
-        says="{schedule} (--schedule) overlaps pipeline stages, but pipeline parallel is "
+    _admitted(
+        "pipeline_of_schedule",
+        ("schedule", "pipeline_parallel"),
+        "{schedule} (--schedule) overlaps pipeline stages, but pipeline parallel is "
         "{pipeline_parallel}",
-        given=("schedule", "pipeline_parallel"),
-        blames=("schedule", "pipeline_parallel"),
+        ("schedule", "pipeline_parallel"),
     ),
-    Rule(
-        name="schedule_fits_stages_per_rank",
-        reads=("schedule", "stages_per_rank"),
-        holds=_schedule_stages,
-        says="{schedule} (--schedule) does not run with {stages_per_rank} stages per rank "
+    _admitted(
+        "stages_per_rank_of_schedule",
+        ("schedule", "stages_per_rank"),
+        "{schedule} (--schedule) does not run with {stages_per_rank} stages per rank "
         "(--stages-per-rank): gpipe and 1f1b take 1, interleaved-1f1b 2 or more, zbv and "
         "dualpipev exactly 2",
-        given=("schedule", "stages_per_rank"),
-        blames=("schedule", "stages_per_rank"),
+        ("schedule", "stages_per_rank"),
     ),
-    Rule(
-        name="schedule_fits_micro_batches",
-        reads=("schedule", "stages_per_rank", "pipeline_parallel", "num_micro_batches"),
-        holds=_schedule_micro_batches,
-        says="{schedule} (--schedule) cannot order {num_micro_batches} micro-batches over "
-        "{num_stages} stages on {pipeline_parallel} ranks: interleaved schedules go in equal "
-        "rounds of at least --pp micro-batches, dualpipev needs one for every stage",
-        given=("schedule", "num_micro_batches", "num_stages", "pipeline_parallel"),
-        blames=("schedule", "micro_batch_size", "pipeline_parallel"),
+    _admitted(
+        "micro_batches_fill_rounds",
+        ("schedule", "stages_per_rank", "pipeline_parallel", "num_micro_batches"),
+        "{schedule} (--schedule) orders micro-batches in equal rounds of at least "
+        "{pipeline_parallel} (--pp); {num_micro_batches} of them do not divide so",
+        ("schedule", "micro_batch_size", "pipeline_parallel"),
+    ),
+    _admitted(
+        "micro_batches_fill_pipeline",
+        ("schedule", "pipeline_parallel", "num_micro_batches"),
+        "{schedule} (--schedule) needs a micro-batch for each of its stages, 2 x "
+        "{pipeline_parallel} (--pp); there are {num_micro_batches}",
+        ("schedule", "micro_batch_size", "pipeline_parallel"),
     ),
 )
 
