@@ -7,6 +7,8 @@ torch's action strings.
     with_communication    adds sends and receives
     validate              says what is wrong with a table
     simulate, timeline    when everything happens
+    makespan_lower_bound  what no partition of the layers beats, for many shapes at once
+    held_moments          micro-batches whose activations a rank holds, moment by moment
     shape_refusals        which (pp, v, m) a schedule admits, and why not
 
 A new schedule is a function from shape and rank to a row (see `looped.py`), an entry in `build.py`
@@ -14,6 +16,7 @@ and its rule in `shape.py`.
 """
 
 from costmodels.schedule.action import Action, ActionKind, parse_action
+from costmodels.schedule.bound import PipelineSums, makespan_lower_bound
 from costmodels.schedule.build import build_schedule
 from costmodels.schedule.communication import with_communication
 from costmodels.schedule.in_flight import (
@@ -39,6 +42,7 @@ __all__ = [
     "HeldMoments",
     "Interval",
     "PipelineShape",
+    "PipelineSums",
     "ScheduleTable",
     "ShapeRefusal",
     "Simulation",
@@ -48,6 +52,7 @@ __all__ = [
     "held_moments",
     "in_flight",
     "in_flight_closed_form",
+    "makespan_lower_bound",
     "parse_action",
     "shape_masks",
     "shape_refusals",

@@ -1,0 +1,118 @@
+"""Lower bounds of a step's pipeline time, for many shapes at once and every partition of layers.
+
+The search orders layouts by what no partition can beat, so nothing here may use the seconds of a
+particular stage: only sums over all stages, which every partition shares, and limits that hold for
+each. T = F + I + W are seconds of one micro-batch over all stages, w_r rank r's share of T, phi the
+largest F / (F + I + W) of any rank, c the seconds of one transfer, p ranks, m micro-batches.
+
+    every schedule   m max_r w_r, and one micro-batch's way: F + I + 2 (p - 1) c
+    gpipe            T + (m - 1) max_r w_r + 2 (p - 1) c
+                     both phases are flow shops of equal jobs
+    1f1b             T + (m - 1 - (k_r - 1) phi) w_r + 2 (p - 1) c    for each r, k_r = min(m, p - r)
+                     rank r starts its first backward a whole round trip after its first forward,
+                     has run k_r forwards by then, and all its other work is still to come; stages
+                     before it run one forward before and one backward after all that
+    zero-bubble      F + (m - k_r phi) w_r for each r, one stage per rank; weight gradients may end
+                     the step, so nothing is sure to follow
+    interleaved      m T / p + (p - 1) / 2 (smallest stage): the mean over ranks of what stands
+                     before a rank's first action, its work, and what stands after its last one
+    zbv, dualpipev   the same with what stands before alone
+
+A bound for each r holds for the partition that makes the largest of them smallest, which levels
+them all: max_r (a + c_r w_r) >= a + T / sum_r (1 / c_r). The sum is taken by its integral
+(1 / (a - phi j) is convex, so the midpoint rule bounds it from above).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.layout import Schedule
+from costmodels.layout_table import SCHEDULES
+from costmodels.schedule.shape import Ints
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSums:
+    """What every partition of the layers has in common; arrays that broadcast, in seconds.
+
+    Attributes:
+        forward: One micro-batch's forward over all stages.
+        backward_input: Its input gradients, with what they recompute.
+        backward_weight: Its weight gradients.
+        slowest_rank: At most the F + I + W of the slowest rank; 0 where nothing is known (the mean
+            over ranks is used anyway).
+        forward_share: At least F / (F + I + W) of every rank; 1 where nothing is known.
+        smallest_forward: At most the forward of every stage.
+        smallest_backward: At most the I + W of every stage.
+        transfer: At most the transfer across every boundary between ranks.
+
+    """
+
+    forward: Floats
+    backward_input: Floats
+    backward_weight: Floats
+    slowest_rank: Floats
+    forward_share: Floats
+    smallest_forward: Floats
+    smallest_backward: Floats
+    transfer: Floats
+
+
+def makespan_lower_bound(
+    schedule: Ints,
+    pipeline_parallel: Ints,
+    stages_per_rank: Ints,
+    num_micro_batches: Ints,
+    sums: PipelineSums,
+) -> Floats:
+    """Return seconds that `simulate` does not go below, whatever the partition.
+
+    Args:
+        schedule: Positions in `costmodels.layout_table.SCHEDULES`; all arrays broadcast.
+        pipeline_parallel: Pipeline ranks.
+        stages_per_rank: Stages on each rank.
+        num_micro_batches: Micro-batches of a step.
+        sums: Seconds that hold for every partition.
+
+    """
+    p, m = pipeline_parallel.astype(np.float64), num_micro_batches.astype(np.float64)
+    total = sums.forward + sums.backward_input + sums.backward_weight
+    mean = total / p
+    slowest = np.maximum(sums.slowest_rank, mean)
+    round_trip = 2 * (p - 1) * sums.transfer
+    before = (p - 1) / 2 * (sums.smallest_forward + sums.transfer)
+    after = (p - 1) / 2 * (sums.smallest_backward + sums.transfer)
+
+    def levelled(first: Floats, ahead: Floats) -> Floats:
+        """Seconds that c_r w_r reaches on some rank; c_r = first - phi min(p - 1 - r, ahead)."""
+        reach = np.minimum(p, ahead + 1)
+        share = np.maximum(sums.forward_share, 1e-9)
+        least = np.maximum(first - share * (reach - 1), 0.0)
+        low = first - share * (reach - 0.5)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            inverse = np.log1p(share * reach / low) / share + (p - reach) / least
+            level = np.where((low > 0) & (least > 0), total / inverse, 0.0)
+        return np.maximum(level, least * slowest)
+
+    specific: dict[Schedule, Floats] = {
+        Schedule.GPIPE: total + (m - 1) * slowest + round_trip,
+        Schedule.ONE_F_ONE_B: total + levelled(m - 1, m - 1) + round_trip,
+        Schedule.INTERLEAVED: m * mean + before + after,
+        Schedule.ZERO_BUBBLE: np.where(
+            stages_per_rank == 1,
+            sums.forward + levelled(m - sums.forward_share, m - 1),
+            m * mean + before,
+        ),
+        Schedule.ZBV: m * mean + before,
+        Schedule.DUALPIPEV: m * mean + before,
+    }
+    of_schedule = np.select(
+        [schedule == SCHEDULES.index(s) for s in specific], list(specific.values())
+    )
+    one_way_and_back = sums.forward + sums.backward_input + round_trip
+    bound: Floats = np.maximum(np.maximum(m * slowest, one_way_and_back), of_schedule)
+    return bound
