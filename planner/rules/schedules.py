@@ -6,7 +6,6 @@ legal here can be built, simulated and run.
 
 import numpy as np
 
-from costmodels.layout_table import IntColumn
 from costmodels.schedule.shape import shape_masks
 from planner.rules.rule import Case, Mask, Rule
 
@@ -18,7 +17,7 @@ def _admitted(name: str, reads: tuple[str, ...], says: str, blames: tuple[str, .
 
     def holds(case: Case) -> Mask:
         unread = np.full(len(case.table), 1, dtype=np.int64)
-        columns: list[IntColumn] = [
+        columns = [
             getattr(case.table, column) if column in reads else unread for column in SHAPE_COLUMNS
         ]
         return shape_masks(*columns)[name]
