@@ -12,6 +12,9 @@ class Work(Protocol):
     def wait(self) -> object:
         """Block until the operation is done, or raise what went wrong."""
 
+    def is_completed(self) -> bool:
+        """Return whether waiting would not block."""
+
 
 class Pending:
     """A tensor that is complete after `wait`.
@@ -32,6 +35,10 @@ class Pending:
         self._result = result
         self._keep = keep
         self._finish = finish
+
+    def is_done(self) -> bool:
+        """Return whether waiting would not block."""
+        return all(work is None or work.is_completed() for work in self._works)
 
     def wait(self) -> Tensor:
         """Return the tensor once everything arrived; later calls return it at once."""

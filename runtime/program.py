@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from costmodels.layout import Layout
+from costmodels.schedule.action import Action
 from runtime.mesh import Mesh
 
 Batch: TypeAlias = Mapping[str, Tensor]
@@ -226,7 +227,7 @@ class Program:
 
     layout: Layout
     stages: tuple[StageModule, ...]
-    actions: tuple[object, ...] = ()
+    actions: tuple[Action, ...] = ()
     warnings: tuple[str, ...] = field(default=())
 
     def stage(self, index: int) -> StageModule:

@@ -1,0 +1,256 @@
+"""Bucket: a run of parameters as one flat buffer, and a rank's share of their states.
+
+The parameters are views of `full`, padded so that the ZeRO group's ranks own equal pieces of it.
+What a rank keeps of the whole, by ZeRO stage:
+
+    stage  weights    gradients  optimizer  gradients are summed over the group
+    0      whole      whole      whole      once per step, all-reduce
+    1      whole      whole      own piece  once per step, reduce-scatter
+    2      whole      own piece  own piece  after each backward, reduce-scatter
+    3      own piece  own piece  own piece  after each backward, reduce-scatter
+
+With fewer ranks in the ZeRO group than hold the weights (HSDP), pieces are all-reduced over the
+groups, once per step. Copies that saw different data for another reason (norms under sequence
+parallelism, tied embeddings on two stages) are summed after that.
+
+Source: Rajbhandari et al., ZeRO, SC 2020, section 5; HSDP: Zhao et al., arXiv:2304.11277.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from runtime import collectives
+from runtime.mesh import Group
+from runtime.pending import Pending  # noqa: TC001  (imports look alike everywhere)
+from runtime.program import ParameterShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How ranks share the states of a bucket.
+
+    Attributes:
+        zero_stage: 0 to 3.
+        data: Ranks that hold the same weights and see other tokens.
+        zero: The part of `data` that states are cut over.
+        replicas: Ranks of `data` that own the same piece.
+        copies: Groups over which the gradients of equal copies are summed besides.
+        is_counted: This rank's piece counts in norms; its copies elsewhere do not.
+
+    """
+
+    zero_stage: int
+    data: Group
+    zero: Group
+    replicas: Group
+    copies: tuple[Group, ...]
+    is_counted: bool
+
+    def cuts(self, what: str) -> bool:
+        """Whether a rank keeps a piece only of "optimizer", "gradients" or "weights"."""
+        needed = {"optimizer": 1, "gradients": 2, "weights": 3}[what]
+        return self.zero_stage >= needed and self.zero.size > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """This rank's piece of one parameter: elements `start` to `stop` of its local tensor.
+
+    Attributes:
+        place: Where the piece lies in the bucket's own piece.
+        master: The optimizer's copy of it (flat), updated in place.
+
+    """
+
+    shard: ParameterShard
+    start: int
+    stop: int
+    place: slice
+    master: Tensor
+
+
+class Bucket:
+    """Flat storage of parameters of one stage that share their states alike.
+
+    Attributes:
+        full: Weights that the stage computes with, flat and padded.
+        master: The own piece in the optimizer's precision.
+        gradients: The own piece of the step's gradients, complete after `finish_reduce`.
+        segments: The own pieces of the single parameters.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[ParameterShard, nn.Parameter]],
+        sharing: Sharing,
+        *,
+        grad_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+    ) -> None:
+        """Move the parameters' values into flat storage, of which they become views."""
+        self.sharing = sharing
+        self.parameters = tuple(parameter for _, parameter in parameters)
+        self._grad_dtype = grad_dtype
+        self._places, length = _places(self.parameters)
+        ways = sharing.zero.size if sharing.cuts("optimizer") else 1
+        length += -length % ways
+        size = length // ways
+        self._begin = sharing.zero.index * size if ways > 1 else 0
+        own = slice(self._begin, self._begin + size)
+        self.full = self._fill(length)
+        cuts_weights = sharing.cuts("weights")
+        self._weights = self.full[own].clone() if cuts_weights else self.full[own]
+        is_master = master_dtype == self.full.dtype
+        self.master = self._weights if is_master else self._weights.to(master_dtype)
+        self.segments = self._cut(parameters, own)
+        self.gradients: Tensor | None = None
+        self._whole: Tensor | None = None  # gradients of the step, or of one backward if cut
+        self._reducing: Pending | None = None
+        self._gathering: Pending | None = None
+        if not sharing.cuts("gradients"):
+            self._whole = self.full.new_zeros(length, dtype=grad_dtype)
+            self._expose_gradients()
+        if cuts_weights:
+            self.free()
+
+    def _fill(self, length: int) -> Tensor:
+        first = self.parameters[0]
+        full = torch.zeros(length, dtype=first.dtype, device=first.device)
+        for parameter, place in zip(self.parameters, self._places, strict=True):
+            full[place].copy_(parameter.detach().reshape(-1))
+            parameter.data = full[place].view(parameter.shape)
+        return full
+
+    def _cut(
+        self, parameters: Sequence[tuple[ParameterShard, nn.Parameter]], own: slice
+    ) -> tuple[Segment, ...]:
+        segments = []
+        for (shard, _), place in zip(parameters, self._places, strict=True):
+            start, stop = max(place.start, own.start), min(place.stop, own.stop)
+            if start < stop:
+                inside = slice(start - own.start, stop - own.start)
+                segments.append(
+                    Segment(
+                        shard=shard,
+                        start=start - place.start,
+                        stop=stop - place.start,
+                        place=inside,
+                        master=self.master[inside],
+                    )
+                )
+        return tuple(segments)
+
+    # Gradients: autograd leaves them in `parameter.grad`; they end in `gradients`.
+
+    def collect(self, index: int) -> None:
+        """Take over the gradient that autograd has just left at a parameter."""
+        parameter = self.parameters[index]
+        if self._whole is None:
+            self._whole = self.full.new_zeros(self._length, dtype=self._grad_dtype)
+        place = self._whole[self._places[index]]
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._grads_in_place:
+            return  # the gradient is a view of the buffer
+        place.add_(gradient.view(-1))
+        parameter.grad = None
+
+    @property
+    def _length(self) -> int:
+        return self.full.shape[0]
+
+    @property
+    def _grads_in_place(self) -> bool:
+        return not self.sharing.cuts("gradients") and self._grad_dtype == self.full.dtype
+
+    def _expose_gradients(self) -> None:
+        """Let autograd add into the buffer where it can."""
+        if self._grads_in_place:
+            assert self._whole is not None
+            for parameter, place in zip(self.parameters, self._places, strict=True):
+                parameter.grad = self._whole[place].view(parameter.shape)
+
+    def start_reduce(self) -> None:
+        """Begin to sum the collected gradients over the ranks that share the states."""
+        self.wait_reduce()
+        if self._whole is None:
+            self._whole = self.full.new_zeros(self._length, dtype=self._grad_dtype)
+        if self.sharing.cuts("optimizer"):
+            self._reducing = collectives.start_reduce_scatter(self._whole, self.sharing.zero)
+        else:
+            self._reducing = collectives.start_all_reduce(self._whole, self.sharing.data)
+        if self.sharing.cuts("gradients"):
+            self._whole = None
+
+    def wait_reduce(self) -> None:
+        """Complete the sum that is under way, if one is."""
+        if self._reducing is None:
+            return
+        summed, self._reducing = self._reducing.wait(), None
+        if self.gradients is None or not self.sharing.cuts("gradients"):
+            self.gradients = summed
+        else:
+            self.gradients.add_(summed)
+
+    def finish_reduce(self) -> None:
+        """Complete the step's gradients: groups of HSDP, then copies that saw other data."""
+        self.wait_reduce()
+        assert self.gradients is not None
+        if self.sharing.cuts("optimizer"):
+            collectives.start_all_reduce(self.gradients, self.sharing.replicas).wait()
+        for group in self.sharing.copies:
+            collectives.start_all_reduce(self.gradients, group).wait()
+
+    def clear_gradients(self) -> None:
+        """Forget the step's gradients."""
+        self.gradients = None
+        if self._whole is not None:
+            self._whole.zero_()
+
+    # Weights.
+
+    def start_publish(self) -> None:
+        """Begin to carry the updated master weights into the weights that compute."""
+        if self.master is not self._weights:
+            self._weights.copy_(self.master)
+        if self.sharing.cuts("optimizer") and not self.sharing.cuts("weights"):
+            self._gathering = collectives.start_all_gather(
+                self.full, self._weights, self.sharing.zero
+            )
+
+    def start_gather(self) -> None:
+        """Begin to assemble the whole weights (ZeRO-3)."""
+        resize(self.full, self._length * self.full.element_size())
+        self._gathering = collectives.start_all_gather(self.full, self._weights, self.sharing.zero)
+
+    def wait_gather(self) -> None:
+        """Complete the weights that are under way, if any are."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def free(self) -> None:
+        """Give the whole weights' memory back; autograd's references stay valid."""
+        self.wait_gather()
+        resize(self.full, 0)
+
+
+def resize(flat: Tensor, num_bytes: int) -> None:
+    """Set the size of a tensor's storage, which every view of it keeps sharing.
+
+    Autograd holds weights until backward; only their storage can come and go meanwhile. The one
+    place where memory changes hands without an operator, so that a tracker can watch it.
+    """
+    flat.untyped_storage().resize_(num_bytes)
+
+
+def _places(parameters: Sequence[nn.Parameter]) -> tuple[tuple[slice, ...], int]:
+    places, end = [], 0
+    for parameter in parameters:
+        places.append(slice(end, end + parameter.numel()))
+        end += parameter.numel()
+    return tuple(places), end

@@ -1,0 +1,177 @@
+"""Executor: runs one rank's row of a schedule on its stages.
+
+Each action string means one thing here (s a stage, m a micro-batch):
+
+    sRECV_Fm, sRECV_Bm  post the receive; whoever needs the tensor waits for it
+    sFm                 run the stage; the last one adds to the summed loss
+    sSEND_Fm, sSEND_Bm  send the stage's output, or the gradient of its input
+    sBm                 gradients of the stage's weights and input
+    sIm, sWm            the two halves of sBm
+
+Stages that follow each other on one rank hand tensors over without a transfer. The loss of a step
+is the sum over its tokens divided by their global count, so gradients need no averaging.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from costmodels.schedule.action import Action, ActionKind
+from runtime import collectives
+from runtime.mesh import Mesh
+from runtime.pending import Done, Pending
+from runtime.program import IGNORED_LABEL, Batch, Program
+from runtime.zero import ShardedStates
+
+Key = tuple[int, int]  # stage, micro-batch
+
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # those that complete weights
+MOST_STAGES = 4096  # chosen: keeps message tags apart, far above any pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A micro-batch between forward and backward on one stage.
+
+    Attributes:
+        activation: Input of the stage, a leaf that receives the gradient; None for the first.
+        output: Where backward starts. An edge rather than the tensor, whose memory is free as soon
+            as it is sent.
+
+    """
+
+    activation: Tensor | None
+    output: GradientEdge
+
+
+class Executor:
+    """Runs training steps of one rank."""
+
+    def __init__(self, program: Program, mesh: Mesh, states: ShardedStates) -> None:
+        """Bind a program to the states that its backward fills."""
+        self._program = program
+        self._mesh = mesh
+        self._states = states
+        self._last_backward = _last_backwards(program.actions)
+        self._do = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.SEND_FORWARD: self._send_forward,
+            ActionKind.RECV_FORWARD: self._receive_forward,
+            ActionKind.SEND_BACKWARD: self._send_backward,
+            ActionKind.RECV_BACKWARD: self._receive_backward,
+        }
+
+    def run(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Run forward and backward of one step; the states then hold the step's gradients.
+
+        Args:
+            micro_batches: This data-parallel rank's share: `input_ids`, `labels` and, where they
+                do not count from 0, `position_ids`, each [micro_batch_size, seq_len / cp].
+
+        Returns:
+            The loss per token that counts, a scalar that is the same on every rank.
+
+        """
+        self._batches = micro_batches
+        self._num_tokens = self._count_tokens()
+        self._loss = torch.zeros((), device=self._mesh.device)
+        self._running: dict[Key, Running] = {}
+        self._outputs: dict[Key, Tensor] = {}  # made here, until sent or handed over
+        self._activations: dict[Key, Pending] = {}  # inputs on their way to (stage, micro-batch)
+        self._gradients: dict[Key, Pending] = {}  # gradients of outputs, likewise
+        self._sending: list[Pending] = []
+        for action in self._program.actions:
+            self._do[action.kind]((action.stage, action.micro_batch))
+        for sent in self._sending:
+            sent.wait()
+        self._states.finish_gradients()
+        # Every tensor-parallel rank of the last stage holds the same sum.
+        loss = collectives.all_reduce(self._loss, self._mesh.group("world"))
+        return loss / self._mesh.size("tp") / self._num_tokens
+
+    def _count_tokens(self) -> Tensor:
+        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in self._batches]
+        total = collectives.all_reduce(torch.stack(counts).sum(), self._mesh.group("dp_cp"))
+        return total.clamp(min=1)
+
+    def _forward(self, key: Key) -> None:
+        stage = self._program.stage(key[0])
+        activation = None
+        if not stage.is_first:
+            activation = self._activations.pop(key).wait().requires_grad_()
+        output = stage(activation, self._batches[key[1]])
+        self._running[key] = Running(activation=activation, output=get_gradient_edge(output))
+        following = (key[0] + 1, key[1])
+        if stage.is_last:
+            self._loss = self._loss + output.detach()
+            self._gradients[key] = Done((1 / self._num_tokens).to(output.dtype))
+        elif self._is_here(following[0]):
+            self._activations[following] = Done(output.detach())
+        else:
+            self._outputs[key] = output.detach().contiguous()
+
+    def _backward(self, key: Key) -> None:
+        running = self._running.pop(key)
+        gradient = self._gradients.pop(key).wait()
+        self._states.begin_backward(key[0], is_final=self._last_backward[key[0]] == key[1])
+        torch.autograd.backward([running.output], [gradient])
+        self._states.end_backward(key[0])
+        if running.activation is None:
+            return
+        upstream, previous = running.activation.grad, (key[0] - 1, key[1])
+        assert upstream is not None
+        if self._is_here(previous[0]):
+            self._gradients[previous] = Done(upstream)
+        else:
+            self._outputs[key] = upstream.contiguous()
+
+    def _send_forward(self, key: Key) -> None:
+        self._send(key, key[0] + 1, _tag(key, is_backward=False))
+
+    def _send_backward(self, key: Key) -> None:
+        self._send(key, key[0] - 1, _tag((key[0] - 1, key[1]), is_backward=True))
+
+    def _receive_forward(self, key: Key) -> None:
+        tag = _tag((key[0] - 1, key[1]), is_backward=False)
+        self._activations[key] = self._receive(key, key[0] - 1, tag)
+
+    def _receive_backward(self, key: Key) -> None:
+        self._gradients[key] = self._receive(key, key[0] + 1, _tag(key, is_backward=True))
+
+    def _send(self, key: Key, stage: int, tag: int) -> None:
+        self._sending = [sent for sent in self._sending if not sent.is_done()]
+        tensor = self._outputs.pop(key)
+        group = self._mesh.group("pp")
+        to = self._program.layout.rank_of_stage(stage)
+        self._sending.append(collectives.start_send(tensor, group, to, tag))
+
+    def _receive(self, key: Key, stage: int, tag: int) -> Pending:
+        ids = self._batches[key[1]]["input_ids"]
+        seq_len = ids.shape[1] * self._mesh.size("cp")
+        here = self._program.stage(key[0])
+        weight = next(here.parameters())
+        shape = here.boundary_shape(ids.shape[0], seq_len)
+        buffer = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        sender = self._program.layout.rank_of_stage(stage)
+        return collectives.start_receive(buffer, self._mesh.group("pp"), sender, tag)
+
+    def _is_here(self, stage: int) -> bool:
+        return self._program.layout.rank_of_stage(stage) == self._mesh.coordinate("pp")
+
+
+def _tag(boundary: Key, *, is_backward: bool) -> int:
+    """Name the message that crosses the boundary after a stage; tags differ within a step.
+
+    Gloo matches messages by tag, so that receives may be posted in another order than sends.
+    """
+    stage, micro_batch = boundary
+    return 1 + 2 * (micro_batch * MOST_STAGES + stage) + int(is_backward)
+
+
+def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:
+    """Return the micro-batch of each stage's last backward."""
+    return {a.stage: a.micro_batch for a in actions if a.kind in BACKWARDS}
