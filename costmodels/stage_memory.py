@@ -1,15 +1,16 @@
 """StageMemory: what the partition solver knows of a layout's memory, before layers are split.
 
-Reserved bytes of a pipeline rank are linear in its layers. With n_k layers of kind k in a stage
-that holds f micro-batches at the rank's worst moment, q of them recomputed:
+Reserved bytes of a pipeline rank at one moment are linear in its layers. With n_k layers of kind k
+in a stage that holds f micro-batches at that moment, q_k of them recomputed:
 
     reserved = fixed
              + sum over the rank's stages of
                  sum over kinds   n_k * state_k + f * ((n_k - q_k) * kept_k + q_k * recomputed_k)
                  + embedding on global stage 0, head on the last one
-             + the rank's transient: the largest of its stages' and the head's
+             + the larger of the layers' and (on the last stage's rank) the head's transient
 
-`estimate_memory` evaluates exactly this, so a partition that fits here fits there.
+The rank needs the largest of its moments. `estimate_memory` evaluates the same and the moment of
+the optimizer step, so what does not fit here does not fit there.
 """
 
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ class StageMemory:
         transient: Gradients and gathered weights while a layer runs backward.
         recompute_transient: The same where every layer of a stage is recomputed: the activations
             of one layer come on top.
-        in_flight: Micro-batches that each global stage holds at its rank's worst moment.
+        moments: For each pipeline rank, the moments that may be its worst; each tells how many
+            micro-batches the rank's stages hold, in model order.
         capacity: Bytes that the driver leaves.
 
     """
@@ -72,7 +74,7 @@ class StageMemory:
     fixed: float
     transient: float
     recompute_transient: float
-    in_flight: tuple[int, ...]
+    moments: tuple[tuple[tuple[int, ...], ...], ...]
     capacity: float
 
     def layer(self, kind: LayerKind) -> LayerMemory:

@@ -26,6 +26,7 @@ class FrameworkBehaviour:
         keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
             keeps them, and whole gradients too, over all micro-batches.
         gathered_layers: Layers whose weights are whole at once under ZeRO-3 (current, prefetched).
+        keeps_ends_gathered: Embedding and head stay whole from forward to backward (FSDP's root).
         saves_gathered_input: Column-parallel matrices keep the gathered input under sequence
             parallelism, rather than gather it again.
         unfused_gate: A gated activation keeps the activated gate beside its inputs.
@@ -52,6 +53,7 @@ class FrameworkBehaviour:
     master_is_parameter: bool = False
     keeps_gathered_in_pipeline: bool = False
     gathered_layers: int = 2
+    keeps_ends_gathered: bool = False
     saves_gathered_input: bool = False
     unfused_gate: bool = True
     compiled_gate: bool = True
@@ -102,6 +104,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         fp16_gradient_bytes=4,
         master_is_parameter=True,
         keeps_gathered_in_pipeline=True,
+        keeps_ends_gathered=True,
         saves_gathered_input=True,
         selective_modules=("per-op",),
     ),
@@ -126,6 +129,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
         master_is_parameter=True,
+        keeps_ends_gathered=True,
         saves_gathered_input=True,
         bucket_bytes=25 * MIB,
     ),

@@ -1,0 +1,252 @@
+"""Model states of a rank, block by block: bytes per weight, weights per rank, host copies.
+
+Bytes per weight follow from precision, optimizer and target; the weights themselves come from
+`costmodels.parameters`; the formulas from `costmodels.formulas.states`. Everything takes a
+LayoutTable and returns arrays with one value per layout (a single layout is a table of one row).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.compiled.states import ModelStates, model_states
+from costmodels.job import Optimizer, Precision, Target, TrainingJob
+from costmodels.layout_table import LayoutTable
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.parameters import (
+    LayerParameters,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+)
+from costmodels.targets import BEHAVIOURS, FrameworkBehaviour
+
+Column = NDArray[np.float64]
+
+LOW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
+ZERO_3 = 3
+
+# Bytes per weight of optimizer states, beside a 16-bit weight and beside an fp32 one (which is
+# its own master). Contract: fp32 master weights and two fp32 moments; no master and two bf16
+# moments; fp32 master and two 8-bit moments; nothing.
+OPTIMIZER_BYTES = {
+    Optimizer.ADAMW: (12, 8),
+    Optimizer.ADAMW_BF16: (4, 4),
+    Optimizer.ADAMW_8BIT: (6, 2),
+    Optimizer.SGD: (0, 0),
+}
+
+# Pinned host blocks are rounded up to powers of two: 4/3 on average for sizes spread evenly.
+# chosen; DeepSpeed#3448 saw 750-800 GB where 18 bytes per weight come to 585 GB: a factor 1.33.
+PINNED_HOST_FACTOR = 4 / 3
+HOST_GRADIENT_BYTES = 4  # the optimizer on the host keeps fp32 gradients beside its states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesPerWeight:
+    """Bytes that one trained weight takes.
+
+    Attributes:
+        working: In matrix products.
+        resident: In a ZeRO-3 shard, master weights apart.
+        gradient: While gradients accumulate.
+        optimizer: Master weight and moments.
+
+    """
+
+    working: int
+    resident: int
+    gradient: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStates:
+    """Bytes of one block's states on a rank that holds it.
+
+    Attributes:
+        local_weights: Weights that the rank computes with.
+        gathered: Bytes of those weights when ZeRO-3 has gathered them; 0 where they always are.
+
+    """
+
+    parameters: Column
+    gradients: Column
+    optimizer: Column
+    local_weights: Column
+    gathered: Column
+    host: Column
+
+    @property
+    def total(self) -> Column:
+        """All states on the GPU."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def bytes_per_weight(job: TrainingJob) -> BytesPerWeight:
+    """Return what one trained weight takes under a job's precision, optimizer and target."""
+    behaviour = BEHAVIOURS[job.target]
+    is_fp32 = job.precision is Precision.FP32
+    working = 4 if is_fp32 else 2
+    optimizer = OPTIMIZER_BYTES[job.optimizer][is_fp32]
+    has_master = not is_fp32 and job.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_8BIT)
+    return BytesPerWeight(
+        working=working,
+        resident=0 if behaviour.master_is_parameter and has_master else working,
+        gradient=4 if is_fp32 else _gradient_bytes(job, behaviour),
+        optimizer=optimizer,
+    )
+
+
+def _gradient_bytes(job: TrainingJob, behaviour: FrameworkBehaviour) -> int:
+    if job.grad_dtype is not None:
+        return 4 if job.grad_dtype == "fp32" else 2
+    pure_16_bit = job.optimizer is Optimizer.ADAMW_BF16 and behaviour.master_is_parameter
+    if pure_16_bit and job.target is not Target.NATIVE:
+        return 2
+    if job.precision is Precision.FP16:
+        return behaviour.fp16_gradient_bytes
+    return behaviour.bf16_gradient_bytes
+
+
+def padded_vocab_size(
+    model: ModelSpec, job: TrainingJob, tensor_parallel: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the vocabulary that the target computes with, padded to its multiple."""
+    multiple = BEHAVIOURS[job.target].vocab_multiple * tensor_parallel
+    return -(-model.vocab_size // multiple) * multiple
+
+
+def layer_states(
+    model: ModelSpec, job: TrainingJob, kind: LayerKind, table: LayoutTable
+) -> BlockStates:
+    """Return the states of one layer of a kind."""
+    weights = layer_parameters(model, kind)
+    return _block(
+        job,
+        table,
+        model.num_kv_heads,
+        sharded=weights.query_and_output_matrices + weights.ffn_matrices + weights.sharded_vectors,
+        key_value=weights.key_value_matrices,
+        replicated=weights.latent_matrices + weights.router + weights.replicated_vectors,
+        experts=weights.expert_parameters,
+        adapters=_adapter_weights(model, weights, job.lora_rank),
+    )
+
+
+def embedding_states(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> BlockStates:
+    """Return the states of the block before the first layer."""
+    vocab = padded_vocab_size(model, job, table.tensor_parallel)
+    rows = vocab * model.hidden_size
+    rest = embedding_parameters(model) - model.vocab_size * model.hidden_size
+    return _block(job, table, 1, sharded=rows, replicated=rest)
+
+
+def head_states(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> BlockStates:
+    """Return the states of the block after the last layer.
+
+    A tied head shares the embedding's matrix where one rank holds both; with a pipeline the last
+    stage has its own copy.
+    """
+    vocab = padded_vocab_size(model, job, table.tensor_parallel)
+    matrix = vocab * model.hidden_size
+    own = matrix if not model.tied_embeddings else np.where(table.pipeline_parallel > 1, matrix, 0)
+    bias = vocab if model.head_bias else 0
+    norm = head_parameters(model)
+    norm -= 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    norm -= model.vocab_size if model.head_bias else 0
+    return _block(job, table, 1, sharded=own + bias, replicated=norm)
+
+
+def _block(
+    job: TrainingJob,
+    table: LayoutTable,
+    num_kv_heads: int,
+    *,
+    sharded: Any,
+    replicated: Any,
+    key_value: Any = 0,
+    experts: Any = 0,
+    adapters: float = 0.0,
+) -> BlockStates:
+    """Return the states of some weights; frozen under LoRA, where only adapters train."""
+    per_weight = bytes_per_weight(job)
+    trains_all = job.lora_rank is None
+    states = model_states(
+        sharded_weights=sharded,
+        key_value_weights=key_value,
+        replicated_weights=replicated,
+        expert_weights=experts,
+        tensor_parallel=table.tensor_parallel,
+        key_value_shards=np.minimum(table.tensor_parallel, num_kv_heads),
+        expert_shards=table.expert_parallel * table.expert_tensor_parallel,
+        zero_stage=table.zero_stage,
+        zero_group=table.zero_group,
+        weight_bytes=per_weight.working,
+        resident_bytes=per_weight.resident if trains_all else per_weight.working,
+        gradient_bytes=per_weight.gradient if trains_all else 0,
+        optimizer_bytes=per_weight.optimizer if trains_all else 0,
+    )
+    if adapters:
+        states = _with_adapters(job, table, states, adapters / table.tensor_parallel)
+    return _placed(job, table, states)
+
+
+def _with_adapters(
+    job: TrainingJob, table: LayoutTable, states: ModelStates, adapters: Column
+) -> ModelStates:
+    per_weight = bytes_per_weight(job)
+    shards = np.where(table.zero_stage >= 1, table.zero_group, 1)
+    return states._replace(
+        parameters=states.parameters + adapters * per_weight.working,
+        gradients=states.gradients + adapters * per_weight.gradient,
+        optimizer=states.optimizer + adapters * per_weight.optimizer / shards,
+    )
+
+
+def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockStates:
+    """Return states where the target and offloading put them."""
+    behaviour = BEHAVIOURS[job.target]
+    per_weight = bytes_per_weight(job)
+    shards_weights = table.zero_stage == ZERO_3
+    whole = states.local_weights * per_weight.working
+    stays = shards_weights & (table.pipeline_parallel > 1) & behaviour.keeps_gathered_in_pipeline
+    parameters = states.parameters + np.where(stays, whole, 0)
+    copies = behaviour.low_precision_weight_copies * (job.precision in LOW_PRECISIONS)
+    parameters = parameters + np.where(shards_weights, 0, states.local_weights * copies)
+    whole_gradients = states.local_weights * per_weight.gradient * (job.lora_rank is None)
+    gradients = np.where(stays, whole_gradients, states.gradients)
+    moves = table.offload_parameters.astype(bool)
+    moves_optimizer = moves | table.offload_optimizer.astype(bool)
+    host = np.where(moves, parameters, 0) + np.where(moves_optimizer, states.optimizer, 0)
+    shard_weights = states.optimizer / max(per_weight.optimizer, 1)
+    host = host + np.where(moves_optimizer, shard_weights * HOST_GRADIENT_BYTES, 0)
+    return BlockStates(
+        parameters=np.where(moves, 0, parameters),
+        gradients=gradients,
+        optimizer=np.where(moves_optimizer, 0, states.optimizer),
+        local_weights=states.local_weights,
+        gathered=np.where(shards_weights & ~stays, whole, 0),
+        host=host * PINNED_HOST_FACTOR,
+    )
+
+
+def _adapter_weights(model: ModelSpec, weights: LayerParameters, rank: int | None) -> float:
+    """Return the weights of low-rank adapters on attention and dense feed-forward matrices.
+
+    An adapter of rank r on an n x m matrix has r (n + m) weights (Hu et al. 2021,
+    arXiv:2106.09685).
+    """
+    if rank is None:
+        return 0.0
+    hidden = model.hidden_size
+    query = model.num_attention_heads * model.head_dim
+    key_value = model.num_kv_heads * model.head_dim
+    widths = 2 * (hidden + query) + 2 * (hidden + key_value)
+    matrices = 3 if model.gated_ffn else 2
+    ffn_width = weights.ffn_matrices / (matrices * hidden)
+    if ffn_width:
+        widths += matrices * (hidden + ffn_width)
+    return float(rank * widths)

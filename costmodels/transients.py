@@ -1,0 +1,138 @@
+"""Bytes that are alive for a moment only, beside states and activations in flight.
+
+Gradients inside a layer's backward pass, weights that ZeRO-3 has gathered, whole gradients before
+they are reduced, communication buckets, placeholder gradients, pipeline messages. Each is a habit
+of a target runtime (`costmodels.targets`); a rank pays the largest of the moments in which its
+layers or its head run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.activations import LayerBytes, element_bytes, tokens_per_rank
+from costmodels.job import TrainingJob
+from costmodels.layout_table import LayoutTable
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.parameters import layer_parameters
+from costmodels.states import ZERO_3, BlockStates, bytes_per_weight
+from costmodels.targets import BEHAVIOURS
+
+Column = NDArray[np.float64]
+
+MESSAGES_IN_FLIGHT = 2  # a pipeline rank receives one activation and one gradient ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transients:
+    """Bytes beside states and activations, one value per layout.
+
+    Attributes:
+        gathered: Weights that ZeRO-3 holds whole.
+        layers: While a layer runs backward.
+        recompute: The same where it is recomputed in full first.
+        head: While head and loss run, the logits apart.
+
+    """
+
+    gathered: Column
+    layers: Column
+    recompute: Column
+    head: Column
+
+
+def transients(
+    model: ModelSpec,
+    job: TrainingJob,
+    table: LayoutTable,
+    states: Sequence[BlockStates],
+    activations: Sequence[LayerBytes],
+    embedding: BlockStates,
+    head: BlockStates,
+) -> Transients:
+    """Return what is alive for a moment.
+
+    Args:
+        model: The network.
+        job: Precision, target, sequence length.
+        table: Layouts.
+        states: Of one layer of each kind.
+        activations: Of one layer of each kind.
+        embedding: States before the first layer.
+        head: States after the last layer.
+
+    """
+    always = _buffers(job, table) + _placeholders(model, job, table) + _messages(model, job, table)
+    gradients = np.maximum.reduce([_whole_gradients(job, table, block) for block in states])
+    largest = np.maximum.reduce([_largest_product(job, block) for block in states])
+    backward = np.maximum.reduce([layer.transient for layer in activations])
+    brought_back = np.maximum.reduce([layer.everything - layer.recomputed for layer in activations])
+    layers = always + gradients + largest + backward
+    return Transients(
+        gathered=_gathered(job, states, embedding, head),
+        layers=layers,
+        recompute=layers + brought_back,
+        head=always + _whole_gradients(job, table, head) + _largest_product(job, head),
+    )
+
+
+def _gathered(
+    job: TrainingJob, states: Sequence[BlockStates], embedding: BlockStates, head: BlockStates
+) -> Column:
+    """Return the weights that ZeRO-3 holds whole: a few layers, and the ends if they stay."""
+    behaviour = BEHAVIOURS[job.target]
+    layer = np.maximum.reduce([block.gathered for block in states])
+    ahead = behaviour.gathered_layers * layer
+    if behaviour.keeps_ends_gathered:
+        return ahead + embedding.gathered + head.gathered
+    return np.maximum(ahead, layer + np.maximum(embedding.gathered, head.gathered))
+
+
+def _whole_gradients(job: TrainingJob, table: LayoutTable, block: BlockStates) -> Column:
+    """Return a block's gradients before they are cut: in 16 bits, and in the reduced format."""
+    per_weight = bytes_per_weight(job)
+    is_cut = (table.zero_stage >= ZERO_3 - 1) & (job.lora_rank is None)
+    return np.where(is_cut, block.local_weights * (per_weight.working + per_weight.gradient), 0.0)
+
+
+def _largest_product(job: TrainingJob, block: BlockStates) -> Column:
+    """Return the weight gradient that exists beside the one it is added to.
+
+    The largest matrix of a gated block is about a third of the layer; of the head, all of it.
+    """
+    if BEHAVIOURS[job.target].fused_weight_gradient or job.lora_rank is not None:
+        return np.zeros_like(block.local_weights)
+    return block.local_weights * bytes_per_weight(job).working / 3
+
+
+def _buffers(job: TrainingJob, table: LayoutTable) -> Column:
+    """Return communication buckets, where states are spread at all."""
+    spread = table.data_parallel * table.context_parallel > 1
+    return np.where(spread, BEHAVIOURS[job.target].bucket_bytes, 0.0)
+
+
+def _placeholders(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Column:
+    """Return one 16-bit placeholder gradient per weight shape, kept by Transformer Engine."""
+    if not BEHAVIOURS[job.target].dummy_weight_gradients or job.lora_rank is not None:
+        return np.zeros(len(table))
+    shapes = np.zeros(len(table))
+    plain = LayerKind(window=None, has_experts=False)
+    routed = LayerKind(window=None, has_experts=True)
+    used = {kind.has_experts for kind in model.layer_kinds}
+    dense = layer_parameters(model, routed if True in used else plain)
+    shapes += (dense.attention_matrices + dense.ffn_matrices) / table.tensor_parallel
+    if used == {False, True}:
+        shapes += layer_parameters(model, plain).ffn_matrices / table.tensor_parallel
+    if model.moe is not None:
+        one_expert = dense.expert_matrices / model.moe.num_experts
+        shapes += one_expert / table.expert_tensor_parallel
+    return shapes * bytes_per_weight(job).working
+
+
+def _messages(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Column:
+    """Return the buffers of pipeline messages."""
+    shards = np.where(table.sequence_parallel == 1, table.tensor_parallel, 1)
+    stream = element_bytes(job) * tokens_per_rank(job, table) * model.hidden_size / shards
+    return np.where(table.pipeline_parallel > 1, MESSAGES_IN_FLIGHT * stream, 0.0)
