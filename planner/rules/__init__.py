@@ -4,6 +4,8 @@ Rules are data (`rule.py`): `violations` judges one layout with the same predica
 `legal_mask` applies to a table. Tables of the targets: one file each.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from costmodels.hardware import Cluster
@@ -16,7 +18,16 @@ from planner.rules.allowed import allowed_values
 from planner.rules.partition import broken_partition_rules
 from planner.rules.rule import Case, Fact, Mask, Rule, Violation, facts
 
-__all__ = ["Case", "Mask", "Rule", "Violation", "legal_mask", "rules_of", "violations"]
+__all__ = [
+    "Case",
+    "Mask",
+    "Rule",
+    "Violation",
+    "legal_mask",
+    "rules_of",
+    "runtime_violations",
+    "violations",
+]
 
 MOST_OFFERS = 12  # chosen: what fits a line of a message
 POSITIVE_FIELDS = (
@@ -77,35 +88,43 @@ def violations(
     nonsense = tuple(f for f in POSITIVE_FIELDS if getattr(layout, f) < 1)
     if nonsense:
         return tuple(_below_one(layout, field) for field in nonsense)
-    case = Case(model=model, job=job, cluster=cluster, table=table_of([layout]))
     rules = rules_of(job.target)
-    known = facts(model, job, cluster, layout)
     inputs = (model, job, cluster)
+    split = broken_partition_rules(model, layout)
+    return (
+        *(_violation(rule, rules, inputs, layout) for rule in _broken(rules, inputs, layout)),
+        *(_violation(rule, rules, inputs, layout) for rule in split),
+    )
 
-    def violation(
-        name: str, says: str, given: tuple[str, ...], blames: tuple[str, ...]
-    ) -> Violation:
-        allowed = {field: allowed_values(field, rules, inputs, layout) for field in blames}
-        return Violation(
-            rule=name,
-            message=says.format(**_spoken(known)) + _offer(allowed, known),
-            given={key: known[key] for key in given},
-            allowed=allowed,
-        )
 
-    found = [
-        violation(
-            rule.name, rule.says, tuple(dict.fromkeys((*rule.blames, *rule.given))), rule.blames
-        )
-        for rule in rules
-        if not rule.holds(case)[0]
-    ]
-    split_facts = ("layers_per_stage", "num_layers", "num_stages")
-    found += [
-        violation(name, says, split_facts, ("layers_per_stage",))
-        for name, says in broken_partition_rules(model, layout)
-    ]
-    return tuple(found)
+def runtime_violations(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
+) -> tuple[Violation, ...]:
+    """Return what keeps the native runtime of this version from executing a legal layout."""
+    inputs = (model, job, cluster)
+    rules = (*native.RULES, native.RUNTIME_SUPPORTS)
+    broken = _broken((native.RUNTIME_SUPPORTS,), inputs, layout)
+    return tuple(_violation(rule, rules, inputs, layout) for rule in broken)
+
+
+Inputs = tuple[ModelSpec, TrainingJob, Cluster]
+
+
+def _broken(rules: Sequence[Rule], inputs: Inputs, layout: Layout) -> tuple[Rule, ...]:
+    model, job, cluster = inputs
+    case = Case(model=model, job=job, cluster=cluster, table=table_of([layout]))
+    return tuple(rule for rule in rules if not rule.holds(case)[0])
+
+
+def _violation(rule: Rule, rules: Sequence[Rule], inputs: Inputs, layout: Layout) -> Violation:
+    known = facts(*inputs, layout)
+    allowed = {field: allowed_values(field, rules, inputs, layout) for field in rule.blames}
+    return Violation(
+        rule=rule.name,
+        message=rule.says.format(**_spoken(known)) + _offer(allowed, known),
+        given={key: known[key] for key in dict.fromkeys((*rule.blames, *rule.given))},
+        allowed=allowed,
+    )
 
 
 def _below_one(layout: Layout, field: str) -> Violation:

@@ -2,18 +2,25 @@
 
 Planning for the native target knows every axis: people ask what context or expert parallelism
 would bring before this runtime executes it, and the published cases do too. `NATIVE_RUNS` says
-what the runtime of this commit executes; `apply` and `search --runnable` ask `not_runnable`.
+what the runtime of this commit executes; `RUNTIME_SUPPORTS` is the rule that `apply` and
+`search --runnable` add.
 """
 
-from costmodels.layout import Layout, Schedule
+from functools import reduce
+
+import numpy as np
+
+from costmodels.layout import Offload, Schedule
+from costmodels.layout_table import CONTEXT_PARALLEL_TYPES, SCHEDULES
 from planner.rules.common import COMMON
-from planner.rules.rule import Rule
+from planner.rules.rule import Case, Mask, Rule
 from planner.rules.shapes import KV_HEADS_DIVIDE
 
 # The passes cut key-value heads over the tensor axis and never copy them.
 RULES: tuple[Rule, ...] = (*COMMON, KV_HEADS_DIVIDE)
 
-# One line per feature; a feature that is missing here is planned but not yet executed.
+# One line per feature; a feature that is missing here is planned but not yet executed. Names:
+# schedules as on the command line, "cp:" and a type, "ep", "etp", "offload:" and a part.
 NATIVE_RUNS = frozenset(
     {
         Schedule.GPIPE.value,
@@ -23,21 +30,45 @@ NATIVE_RUNS = frozenset(
 )
 
 
-def features(layout: Layout) -> tuple[str, ...]:
-    """Return the features that a layout needs of the runtime, by the names of the flags."""
-    needed: list[str] = []
-    if layout.pipeline_parallel > 1:
-        needed.append(layout.schedule.value)
-    if layout.context_parallel > 1:
-        needed.append(f"context-parallel:{layout.context_parallel_type.value}")
-    if layout.expert_parallel > 1:
-        needed.append("expert-parallel")
-    if layout.expert_tensor_parallel > 1:
-        needed.append("expert-tensor-parallel")
-    needed += [f"offload:{part.value}" for part in layout.offload]
-    return tuple(needed)
+def features(case: Case) -> dict[str, Mask]:
+    """Return, for each feature of the runtime, which layouts need it."""
+    table = case.table
+    needs: dict[str, Mask] = {}
+    for code, schedule in enumerate(SCHEDULES):
+        needs[schedule.value] = (table.pipeline_parallel > 1) & (table.schedule == code)
+    for code, kind in enumerate(CONTEXT_PARALLEL_TYPES):
+        uses = table.context_parallel_type == code
+        needs[f"cp:{kind.value}"] = (table.context_parallel > 1) & uses
+    needs["ep"] = table.expert_parallel > 1
+    needs["etp"] = table.expert_tensor_parallel > 1
+    for part in Offload:
+        needs[f"offload:{part.value}"] = getattr(table, f"offload_{part.value}") > 0
+    return needs
 
 
-def not_runnable(layout: Layout) -> tuple[str, ...]:
-    """Return the features of a layout that the native runtime does not execute yet."""
-    return tuple(name for name in features(layout) if name not in NATIVE_RUNS)
+def _runs(case: Case) -> Mask:
+    missing = [needed for name, needed in features(case).items() if name not in NATIVE_RUNS]
+    return ~reduce(np.logical_or, missing, case.always(holds=False))
+
+
+RUNTIME_SUPPORTS = Rule(
+    name="native_runtime_supports",
+    reads=(
+        "pipeline_parallel",
+        "schedule",
+        "context_parallel",
+        "context_parallel_type",
+        "expert_parallel",
+        "expert_tensor_parallel",
+        "offload_optimizer",
+        "offload_parameters",
+        "offload_activations",
+    ),
+    holds=_runs,
+    says="the native runtime does not run this layout yet: schedule {schedule} on {num_stages} "
+    "stages, context parallel {context_parallel} ({context_parallel_type}), expert parallel "
+    "{expert_parallel} x {expert_tensor_parallel}, offload {offload}; it runs "
+    + ", ".join(sorted(NATIVE_RUNS)),
+    given=("schedule", "context_parallel", "expert_parallel", "offload"),
+    blames=("schedule", "context_parallel", "expert_parallel", "offload"),
+)

@@ -5,38 +5,62 @@ A build that trained 28 of 30 layers (NVIDIA/Megatron-LM#1304) is why the sum is
 
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
+from planner.rules.rule import Case, Mask, Rule
 
-LENGTH = "layers_per_stage_has_every_stage"
-LENGTH_SAYS = (
+
+def _not_in_tables(case: Case) -> Mask:
+    """Tables do not hold splits: whoever makes a split judges it (`broken_partition_rules`)."""
+    return case.always(holds=True)
+
+
+def _split_rule(name: str, says: str, given: tuple[str, ...]) -> Rule:
+    return Rule(
+        name=name,
+        reads=(),
+        holds=_not_in_tables,
+        says=says,
+        given=given,
+        blames=("layers_per_stage",),
+    )
+
+
+HAS_EVERY_STAGE = _split_rule(
+    "layers_per_stage_has_every_stage",
     "--layers-per-stage {layers_per_stage} names {partition_stages} stages, but --pp "
-    "{pipeline_parallel} x --stages-per-rank {stages_per_rank} makes {num_stages}"
+    "{pipeline_parallel} x --stages-per-rank {stages_per_rank} makes {num_stages}",
+    ("num_stages", "partition_stages"),
 )
-SUM = "layers_per_stage_sums_to_layers"
-SUM_SAYS = (
+SUMS_TO_LAYERS = _split_rule(
+    "layers_per_stage_sums_to_layers",
     "--layers-per-stage {layers_per_stage} sums to {partition_layers} layers, but {model} has "
-    "{num_layers}; no layer is dropped silently"
+    "{num_layers}; no layer is dropped silently",
+    ("num_layers", "partition_layers"),
 )
-EMPTY = "stages_have_layers"
-EMPTY_SAYS = "--layers-per-stage {layers_per_stage} leaves a stage without layers"
-RECOMPUTED = "recompute_layers_fit"
-RECOMPUTED_SAYS = (
+STAGES_HAVE_LAYERS = _split_rule(
+    "stages_have_layers",
+    "--layers-per-stage {layers_per_stage} leaves a stage without layers",
+    ("num_layers", "num_stages"),
+)
+RECOMPUTE_LAYERS_FIT = _split_rule(
+    "recompute_layers_fit",
     "--recompute-layers {recompute_layers} is for --recompute full (this is {recompute}) and at "
-    "most the longest stage of {layers_per_stage}"
+    "most the longest stage of {layers_per_stage}",
+    ("recompute_layers", "recompute"),
 )
 
 
-def broken_partition_rules(model: ModelSpec, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Return (rule, message template) of what the split breaks; templates as in `Rule.says`."""
+def broken_partition_rules(model: ModelSpec, layout: Layout) -> tuple[Rule, ...]:
+    """Return the rules that the split of one layout breaks."""
     split = layout.layers_per_stage
-    found: list[tuple[str, str]] = []
+    found = []
     if len(split) != layout.num_stages:
-        found.append((LENGTH, LENGTH_SAYS))
+        found.append(HAS_EVERY_STAGE)
     if sum(split) != model.num_layers:
-        found.append((SUM, SUM_SAYS))
+        found.append(SUMS_TO_LAYERS)
     elif min(split) < 1 and layout.num_stages <= model.num_layers:
-        found.append((EMPTY, EMPTY_SAYS))
+        found.append(STAGES_HAVE_LAYERS)
     if not _recompute_fits(layout):
-        found.append((RECOMPUTED, RECOMPUTED_SAYS))
+        found.append(RECOMPUTE_LAYERS_FIT)
     return tuple(found)
 
 

@@ -1,0 +1,60 @@
+"""Constraints: what a user fixes of the layout; an axis that is None is free.
+
+Values are what the command line's comma lists and ranges come to. They narrow the space; they
+never make an illegal layout legal.
+"""
+
+from dataclasses import dataclass
+
+from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
+
+Choices = tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Allowed values per axis.
+
+    Attributes:
+        offload: Each entry is one combination of parts, () for none.
+        recompute_layers: Layers per stage under full recomputation; None leaves the choice open.
+        layers_per_stage: A split that the user states.
+        max_memory_fraction: Share of the usable memory that reserved bytes may take; None is the
+            border between fits and at_risk.
+        allow_at_risk: Layouts above that border count as long as they are within the card.
+        runnable: Only layouts that the native runtime executes today.
+        min_tokens_per_expert: Tokens that an expert must see per micro-batch on average.
+
+    """
+
+    data_parallel: Choices = None
+    tensor_parallel: Choices = None
+    pipeline_parallel: Choices = None
+    context_parallel: Choices = None
+    expert_parallel: Choices = None
+    expert_tensor_parallel: Choices = None
+    zero_stage: Choices = None
+    zero_group: Choices = None
+    micro_batch_size: Choices = None
+    stages_per_rank: Choices = None
+    schedule: tuple[Schedule, ...] | None = None
+    recompute: tuple[Recompute, ...] | None = None
+    sequence_parallel: tuple[bool, ...] | None = None
+    context_parallel_type: tuple[ContextParallelType, ...] | None = None
+    offload: tuple[tuple[Offload, ...], ...] | None = None
+    rank_order: tuple[tuple[str, ...], ...] | None = None
+    recompute_layers: int | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+    max_memory_fraction: float | None = None
+    allow_at_risk: bool = False
+    runnable: bool = False
+    min_tokens_per_expert: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse limits that no layout can meet."""
+        share = self.max_memory_fraction
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"max_memory_fraction must lie in (0, 1], not {share}")
+
+
+FREE = Constraints()
