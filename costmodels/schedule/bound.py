@@ -8,8 +8,8 @@ largest F / (F + I + W) of any rank, c the seconds of one transfer, p ranks, m m
     every schedule   m max_r w_r, and one micro-batch's way: F + I + 2 (p - 1) c
     gpipe            T + (m - 1) max_r w_r + 2 (p - 1) c
                      both phases are flow shops of equal jobs
-    1f1b             T + (m - 1 - (k_r - 1) phi) w_r + 2 (p - 1) c for each r, where
-                     k_r = min(m, p - r): rank r starts its first backward a whole round trip after its first forward,
+    1f1b             T + (m - 1 - (k_r - 1) phi) w_r + 2 (p - 1) c for each r, k_r = min(m, p - r)
+                     rank r starts its first backward a whole round trip after its first forward,
                      has run k_r forwards by then, and all its other work is still to come; stages
                      before it run one forward before and one backward after all that
     zero-bubble      F + (m - k_r phi) w_r for each r, one stage per rank; weight gradients may end
