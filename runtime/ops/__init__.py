@@ -1,0 +1,1 @@
+"""Operations that stay one node in a lowered graph."""
