@@ -65,9 +65,9 @@ class Axes:
     axes: tuple[Axis, ...]
     rank_orders: tuple[tuple[str, ...], ...]
 
-    def is_free(self, name: str) -> bool:
-        """Whether the user left an axis open."""
-        return next(axis.free for axis in self.axes if axis.name == name)
+    def named(self, name: str) -> Axis:
+        """Return an axis by its name."""
+        return next(axis for axis in self.axes if axis.name == name)
 
     @property
     def num_layouts(self) -> int:
@@ -78,9 +78,7 @@ class Axes:
         return product
 
 
-def axes_of(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints
-) -> Axes:
+def axes_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints) -> Axes:
     """Return the axes of a job on a cluster under constraints."""
     degrees = divisors(cluster.num_gpus)
     expert_degrees = degrees if model.moe else (1,)
@@ -108,9 +106,9 @@ def axes_of(
             choices("context_parallel_type", CONTEXT_PARALLEL_TYPES),
             choices("schedule", SCHEDULES),
             numbers("stages_per_rank", stages),
+            _axis("rank_order", range(len(orders)), free=constraints.rank_order is None),
             numbers("zero_stage", range(4)),
             numbers("zero_group", (WHOLE_GROUP, DOMAIN_GROUP)),
-            _axis("rank_order", range(len(orders)), free=constraints.rank_order is None),
             _recompute_axis(constraints),
             _offload_axis(constraints),
         ),

@@ -1,0 +1,221 @@
+"""What the search leaves out of the product besides illegal layouts, counted like rules.
+
+    same_layout_twice   a choice that changes nothing (sequence parallelism at tp 1, a context
+                        type at cp 1, a schedule without a pipeline, ZeRO over one rank, a rank
+                        order with the same placement) keeps one name
+    conventions         values of *free* axes that published runs never gain from
+    constraints         what the user ruled out and no axis expresses
+
+Each is a `Rule`, so the space applies them as soon as their columns are known.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from costmodels.hardware import Cluster
+from costmodels.layout import Schedule
+from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
+from costmodels.placement import axis_strides, span
+from planner.axes import Axes
+from planner.constraints import Constraints
+from planner.rules.native import RUNTIME_SUPPORTS
+from planner.rules.rule import Case, Mask, Rule
+
+MOST_TOKENS_PER_FORWARD = 2**17  # chosen: matrix products are saturated far below
+LEAST_TOKENS_PER_SLICE = 256  # chosen: a shorter slice of a sequence is all latency
+
+
+def _rule(name: str, reads: tuple[str, ...], holds: Callable[[Case], Mask]) -> Rule:
+    return Rule(name=name, reads=reads, holds=holds, says=name, given=(), blames=())
+
+
+def conventions_of(axes: Axes, constraints: Constraints) -> tuple[Rule, ...]:
+    """Return every rule of the search that is not a target's."""
+    return (*_one_name_each(axes), *_on_free_axes(axes), *_constraint_rules(constraints))
+
+
+def domain_group(table: LayoutTable, cluster: Cluster) -> IntColumn:
+    """Return the ranks of the data group (dp * cp) that share a scale-up domain."""
+    inner = _inner_sizes(table, cluster, table.rank_order)
+    return inner[0] * inner[1]
+
+
+def _inner_sizes(
+    table: LayoutTable, cluster: Cluster, code: IntColumn
+) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """Return how much of cp, dp and a pipeline hop lies inside a domain, under an order."""
+    domain = min(cluster.scale_up_size, cluster.num_gpus)
+    strides = axis_strides(_with_order(table, code))
+    context = span(domain, table.context_parallel, strides["cp"]).inner
+    data = span(domain, table.data_parallel, strides["dp"]).inner
+    crosses = table.pipeline_parallel * strides["pp"] > domain
+    return context, data, np.where(table.pipeline_parallel > 1, crosses, 0).astype(np.int64)
+
+
+def _with_order(table: LayoutTable, code: IntColumn) -> LayoutTable:
+    """Return the columns that placement reads, under other rank orders."""
+    names = [name for name in LayoutTable.__dataclass_fields__ if name != "rank_orders"]
+    columns = {name: getattr(table, name) for name in names} | {"rank_order": code}
+    return LayoutTable(rank_orders=table.rank_orders, **columns)
+
+
+def _first(axes: Axes, name: str) -> int:
+    return int(axes.named(name).values[0, 0])
+
+
+def _least(axes: Axes, name: str) -> int:
+    return int(axes.named(name).values[:, 0].min())
+
+
+def _plain_schedule(axes: Axes) -> int:
+    """Return the schedule that stands for all where there is no pipeline."""
+    codes = [int(code) for code in axes.named("schedule").values[:, 0]]
+    plain = SCHEDULES.index(Schedule.ONE_F_ONE_B)
+    return plain if plain in codes else codes[0]
+
+
+def _orders_differ(case: Case) -> Mask:
+    """Keep the first of the rank orders that place every group alike."""
+    table, cluster = case.table, case.cluster
+    mine = _inner_sizes(table, cluster, table.rank_order)
+    first = case.always(holds=True)
+    for code in range(len(table.rank_orders)):
+        other = _inner_sizes(table, cluster, np.full(len(table), code))
+        alike = np.logical_and.reduce([a == b for a, b in zip(mine, other, strict=True)])
+        first &= ~(alike & (code < table.rank_order))
+    return first
+
+
+def _one_name_each(axes: Axes) -> tuple[Rule, ...]:
+    split, kind = _least(axes, "sequence_parallel"), _first(axes, "context_parallel_type")
+    zero, schedule = _first(axes, "zero_stage"), _plain_schedule(axes)
+    name = "same_layout_twice"
+    return (
+        _rule(
+            name,
+            ("sequence_parallel", "tensor_parallel"),
+            lambda case: (case.table.tensor_parallel > 1) | (case.table.sequence_parallel == split),
+        ),
+        _rule(
+            name,
+            ("context_parallel", "context_parallel_type"),
+            lambda case: (
+                (case.table.context_parallel > 1) | (case.table.context_parallel_type == kind)
+            ),
+        ),
+        _rule(
+            name,
+            ("pipeline_parallel", "schedule"),
+            lambda case: (case.table.pipeline_parallel > 1) | (case.table.schedule == schedule),
+        ),
+        _rule(
+            name,
+            ("data_parallel", "context_parallel", "zero_stage"),
+            lambda case: (
+                (case.table.data_parallel * case.table.context_parallel > 1)
+                | (case.table.zero_stage == zero)
+            ),
+        ),
+        _rule(
+            name,
+            (
+                "tensor_parallel",
+                "pipeline_parallel",
+                "context_parallel",
+                "data_parallel",
+                "rank_order",
+            ),
+            _orders_differ,
+        ),
+        _rule(
+            name,
+            ("zero_group",),  # a group of one domain that is no choice of its own
+            lambda case: case.table.zero_group > 0,
+        ),
+    )
+
+
+def _on_free_axes(axes: Axes) -> tuple[Rule, ...]:
+    rules = {
+        "micro_batch_size": _rule(
+            "micro_batch_is_not_huge",
+            ("micro_batch_size", "context_parallel"),
+            lambda case: (
+                (case.table.micro_batch_size == 1)
+                | (
+                    case.table.micro_batch_size * case.job.seq_len
+                    <= MOST_TOKENS_PER_FORWARD * case.table.context_parallel
+                )
+            ),
+        ),
+        "context_parallel": _rule(
+            "context_slice_is_not_tiny",
+            ("context_parallel",),
+            lambda case: (
+                (case.table.context_parallel == 1)
+                | (case.job.seq_len >= LEAST_TOKENS_PER_SLICE * case.table.context_parallel)
+            ),
+        ),
+        "expert_tensor_parallel": _rule(
+            "expert_tensor_parallel_follows_tensor_parallel",
+            ("expert_tensor_parallel", "tensor_parallel"),
+            lambda case: (
+                (case.table.expert_tensor_parallel == 1)
+                | (case.table.expert_tensor_parallel == case.table.tensor_parallel)
+            ),
+        ),
+        "stages_per_rank": _rule(
+            "stages_spread_evenly",
+            ("pipeline_parallel", "stages_per_rank"),
+            lambda case: (
+                (case.table.stages_per_rank <= 2)  # noqa: PLR2004 - uneven splits in two are common
+                | (case.model.num_layers % case.num_stages == 0)
+            ),
+        ),
+    }
+    return tuple(rule for name, rule in rules.items() if axes.named(name).free)
+
+
+def _constraint_rules(constraints: Constraints) -> tuple[Rule, ...]:
+    rules = []
+    data = constraints.data_parallel
+    if data is not None:
+        rules.append(
+            _rule(
+                "data_parallel_as_asked",
+                ("data_parallel",),
+                lambda case: np.isin(case.table.data_parallel, data),
+            )
+        )
+    split = constraints.layers_per_stage
+    if split is not None:
+        rules.append(
+            _rule(
+                "layers_per_stage_as_asked",
+                ("pipeline_parallel", "stages_per_rank"),
+                lambda case: case.num_stages == len(split),
+            )
+        )
+    tokens = constraints.min_tokens_per_expert
+    if tokens is not None:
+        rules.append(
+            _rule(
+                "tokens_per_expert_as_asked",
+                ("micro_batch_size", "context_parallel", "expert_parallel"),
+                lambda case: _tokens_per_expert(case) >= tokens,
+            )
+        )
+    if constraints.runnable:
+        rules.append(RUNTIME_SUPPORTS)
+    return tuple(rules)
+
+
+def _tokens_per_expert(case: Case) -> IntColumn:
+    """Average tokens that one expert sees in one micro-batch, over its expert-parallel group."""
+    moe = case.model.moe
+    table = case.table
+    tokens = table.micro_batch_size * case.job.seq_len // table.context_parallel
+    if moe is None:
+        return tokens
+    return tokens * table.expert_parallel * moe.experts_per_token // moe.num_experts

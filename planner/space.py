@@ -1,0 +1,212 @@
+"""The search space: the product of all axes, unfolded axis by axis under the rules.
+
+    product  ->  unfold one axis  ->  derive what follows  ->  apply the rules that are now known
+
+Data parallel follows from the GPUs, micro-batches from the batch, which is fixed. A rule is
+applied as soon as every column that it reads is known, so most of the product is never built; a
+partial layout that breaks a rule stands for all its completions, and `census` counts it so: the
+counts of all rules and the legal layouts sum to the whole product.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Schedule
+from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
+from costmodels.model import ModelSpec
+from planner.axes import DOMAIN_GROUP, WHOLE_GROUP, Axes, Axis, axes_of
+from planner.constraints import FREE, Constraints
+from planner.conventions import conventions_of, domain_group
+from planner.rules import Case, Rule, rules_of
+
+NO_GROUP = -1  # a domain-sized ZeRO group that is no choice of its own; a convention drops it
+# Columns that derived ones are made from while the space unfolds.
+DERIVE_FROM = {"tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel"}
+COLUMNS = tuple(f.name for f in fields(LayoutTable) if f.name != "rank_orders")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The product of a job on a cluster, and what thins it out."""
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    axes: Axes
+    rules: tuple[Rule, ...]
+
+    @property
+    def num_layouts(self) -> int:
+        """Size of the whole product, before any rule."""
+        return self.axes.num_layouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Layouts whose later axes are still open (their columns hold a neutral value).
+
+    Attributes:
+        table: One row per partial layout.
+        known: Columns that are decided.
+        num_axes: Axes unfolded so far.
+
+    """
+
+    table: LayoutTable
+    known: frozenset[str]
+    num_axes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """How the product divides: legal layouts, and for each rule those that it rejects first."""
+
+    num_layouts: int
+    num_legal: int
+    rejected: dict[str, int]
+
+
+def space_of(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    constraints: Constraints = FREE,
+) -> Space:
+    """Return the space of a job on a cluster under constraints."""
+    axes = axes_of(model, job, cluster, constraints)
+    rules = (*rules_of(job.target), *conventions_of(axes, constraints))
+    return Space(model=model, job=job, cluster=cluster, axes=axes, rules=rules)
+
+
+def root(space: Space) -> Partial:
+    """Return the one partial layout of which nothing is decided."""
+    neutral = {name: np.ones(1, dtype=np.int64) for name in COLUMNS}
+    for name in ("recompute", "rank_order", "context_parallel_type", "zero_stage"):
+        neutral[name] = np.zeros(1, dtype=np.int64)
+    for name in COLUMNS:
+        if name.startswith("offload") or name == "sequence_parallel":
+            neutral[name] = np.zeros(1, dtype=np.int64)
+    neutral["schedule"] = np.full(1, SCHEDULES.index(Schedule.ONE_F_ONE_B), dtype=np.int64)
+    table = LayoutTable(rank_orders=space.axes.rank_orders, **neutral)
+    return Partial(table=table, known=frozenset(), num_axes=0)
+
+
+def unfold(space: Space, partial: Partial, last_axis: str) -> Partial:
+    """Return every legal completion of partial layouts up to and including an axis."""
+    names = [axis.name for axis in space.axes.axes]
+    while partial.num_axes <= names.index(last_axis):
+        partial, broken = _unfold_next(space, partial)
+        partial = _take(partial, _legal_rows(broken, len(partial.table)))
+    return partial
+
+
+def legal_table(space: Space) -> LayoutTable:
+    """Return every legal layout of a space; for small spaces and tests."""
+    return unfold(space, root(space), space.axes.axes[-1].name).table
+
+
+def census(space: Space) -> Census:
+    """Count the product: how many layouts each rule rejects first, and how many are legal.
+
+    Partial layouts that later rules cannot tell apart are merged and weighted, so that the count
+    covers products of 10^13 layouts in milliseconds.
+    """
+    partial, weight = root(space), np.ones(1, dtype=np.int64)
+    rejected: dict[str, int] = {}
+    for position, axis in enumerate(space.axes.axes):
+        partial, broken = _unfold_next(space, partial)
+        weight = np.repeat(weight, len(axis))
+        completions = prod(len(later) for later in space.axes.axes[position + 1 :])
+        for rule, rows in broken.items():
+            count = int(weight[rows].sum()) * completions
+            if count:
+                rejected[rule] = rejected.get(rule, 0) + count
+        keep = _legal_rows(broken, len(partial.table))
+        partial, weight = _merge(space, _take(partial, keep), weight[keep])
+    return Census(num_layouts=space.num_layouts, num_legal=int(weight.sum()), rejected=rejected)
+
+
+def _unfold_next(space: Space, partial: Partial) -> tuple[Partial, dict[str, NDArray[np.bool_]]]:
+    """Unfold one axis; return its rows and, for each rule that is now known, those it rejects."""
+    axis = space.axes.axes[partial.num_axes]
+    table = _cross(partial.table, axis)
+    known = partial.known | set(axis.columns)
+    table, known = _derive(space, table, known, axis)
+    case = Case(model=space.model, job=space.job, cluster=space.cluster, table=table)
+    legal = np.ones(len(table), dtype=np.bool_)
+    broken: dict[str, NDArray[np.bool_]] = {}
+    for rule in space.rules:
+        was_known = partial.num_axes > 0 and set(rule.reads) <= partial.known
+        if was_known or not set(rule.reads) <= known:
+            continue
+        fails = legal & ~rule.holds(case)
+        legal &= ~fails
+        broken[rule.name] = broken.get(rule.name, np.zeros_like(legal)) | fails
+    return Partial(table=table, known=known, num_axes=partial.num_axes + 1), broken
+
+
+def _cross(table: LayoutTable, axis: Axis) -> LayoutTable:
+    """Return every row with every choice of an axis."""
+    columns = {name: np.repeat(getattr(table, name), len(axis)) for name in COLUMNS}
+    for position, name in enumerate(axis.columns):
+        columns[name] = np.tile(axis.values[:, position], len(table))
+    return LayoutTable(rank_orders=table.rank_orders, **columns)
+
+
+def _derive(
+    space: Space, table: LayoutTable, known: frozenset[str], axis: Axis
+) -> tuple[LayoutTable, frozenset[str]]:
+    """Fill the columns that follow from those just decided."""
+    degrees = {"tensor_parallel", "pipeline_parallel", "context_parallel"}
+    if axis.name in degrees and degrees <= known:
+        others = table.tensor_parallel * table.pipeline_parallel * table.context_parallel
+        table = _with(table, data_parallel=np.maximum(space.cluster.num_gpus // others, 1))
+        known |= {"data_parallel"}
+    if axis.name == "micro_batch_size":
+        per_forward = table.micro_batch_size * table.data_parallel
+        counts = np.maximum(space.job.global_batch_size // per_forward, 1)
+        table = _with(table, num_micro_batches=counts)
+        known |= {"num_micro_batches"}
+    if axis.name == "zero_group":
+        whole = table.data_parallel * table.context_parallel
+        inside = domain_group(table, space.cluster)
+        is_choice = (table.zero_stage > 0) & (inside > 1) & (inside < whole)
+        code = table.zero_group
+        group = np.where(code == DOMAIN_GROUP, np.where(is_choice, inside, NO_GROUP), code)
+        table = _with(table, zero_group=np.where(code == WHOLE_GROUP, whole, group))
+    return table, known
+
+
+def _with(table: LayoutTable, **changed: IntColumn) -> LayoutTable:
+    columns = {name: changed.get(name, getattr(table, name)) for name in COLUMNS}
+    return LayoutTable(rank_orders=table.rank_orders, **columns)
+
+
+def _take(partial: Partial, rows: NDArray[np.bool_] | NDArray[np.int64]) -> Partial:
+    return replace(partial, table=partial.table.take(rows))
+
+
+def _legal_rows(broken: dict[str, NDArray[np.bool_]], num_rows: int) -> NDArray[np.bool_]:
+    return ~reduce(np.logical_or, broken.values(), np.zeros(num_rows, dtype=np.bool_))
+
+
+def _merge(
+    space: Space, partial: Partial, weight: NDArray[np.int64]
+) -> tuple[Partial, NDArray[np.int64]]:
+    """Merge rows that no later rule can tell apart."""
+    late = [rule for rule in space.rules if not set(rule.reads) <= partial.known]
+    needed = {column for rule in late for column in rule.reads} | DERIVE_FROM
+    columns = [c for c in COLUMNS if c in needed and c in partial.known]
+    if not columns or not len(partial.table):
+        return partial, weight
+    stacked = np.stack([getattr(partial.table, column) for column in columns])
+    order = np.lexsort(stacked)
+    ordered = stacked[:, order]
+    starts = np.flatnonzero(np.r_[True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0)])
+    return _take(partial, order[starts]), np.add.reduceat(weight[order], starts)
