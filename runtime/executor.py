@@ -55,6 +55,8 @@ class Executor:
         self._program = program
         self._mesh = mesh
         self._states = states
+        weights = next(program.stages[0].parameters())
+        self._loss_dtype = torch.promote_types(weights.dtype, torch.float32)
         self._last_backward = _last_backwards(program.actions)
         self._do = {
             ActionKind.FORWARD: self._forward,
@@ -78,7 +80,7 @@ class Executor:
         """
         self._batches = micro_batches
         self._num_tokens = self._count_tokens()
-        self._loss = torch.zeros((), device=self._mesh.device)
+        self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._mesh.device)
         self._running: dict[Key, Running] = {}
         self._outputs: dict[Key, Tensor] = {}  # made here, until sent or handed over
         self._activations: dict[Key, Pending] = {}  # inputs on their way to (stage, micro-batch)

@@ -52,6 +52,7 @@ class ShardedStates:
     ) -> None:
         """Take over the program's parameters, which must have their values."""
         self._mesh = mesh
+        self._precisions = precisions
         self._stages = {
             stage.index: StageStates(stage, mesh, precisions, bucket_bytes)
             for stage in program.stages
@@ -78,15 +79,12 @@ class ShardedStates:
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient; each element counts once."""
-        buckets = self.buckets
-        total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
-        for bucket in buckets:
+        dtype = torch.promote_types(self._precisions.gradients, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=self._mesh.device)
+        for bucket in self.buckets:
             assert bucket.gradients is not None
             if bucket.sharing.is_counted:
-                norm = torch.linalg.vector_norm(
-                    bucket.gradients, dtype=torch.promote_types(bucket.gradients.dtype, total.dtype)
-                )
-                total = total + norm.square()
+                total += torch.linalg.vector_norm(bucket.gradients, dtype=dtype).square()
         return collectives.all_reduce(total, self._mesh.group("world")).sqrt()
 
     def scale_gradients(self, factor: Tensor) -> None:
