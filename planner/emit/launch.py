@@ -1,0 +1,133 @@
+"""Launchers: `launch.sh` for one node at a time, `job.sbatch` for Slurm.
+
+Ranks fill a node before the next one begins (torchrun), so the fastest-varying axis of the plan,
+tensor parallelism, stays inside a node. torchrun reads PET_NODE_RANK and PET_MASTER_ADDR where
+its flags are left out; the command is therefore the same on every node.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodels.hardware import Cluster
+from planner.emit.emission import EmittedFile, Variable
+from planner.emit.text import comment, identifier, shell_options
+
+MASTER_PORT = 29500  # torch's own default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A group of options of one command line.
+
+    Attributes:
+        name: The bash array that holds them.
+        why: What they say, as a comment.
+        options: Each with its values.
+
+    """
+
+    name: str
+    why: str
+    options: tuple[tuple[str, ...], ...]
+
+
+def num_nodes(cluster: Cluster) -> int:
+    """Return how many hosts the job fills."""
+    return -(-cluster.num_gpus // cluster.gpus_per_node)
+
+
+def processes_per_node(cluster: Cluster) -> int:
+    """Return how many GPUs of a host the job takes."""
+    return min(cluster.num_gpus, cluster.gpus_per_node)
+
+
+def torchrun(cluster: Cluster) -> tuple[str, ...]:
+    """Return torchrun with the shape of the cluster."""
+    return (
+        "torchrun",
+        f"--nnodes={num_nodes(cluster)}",
+        f"--nproc-per-node={processes_per_node(cluster)}",
+        f"--master-port={MASTER_PORT}",
+    )
+
+
+def command_of(program: Sequence[str], groups: Sequence[Options]) -> tuple[str, ...]:
+    """Return a program with all its options as one argument list."""
+    return (*program, *(word for group in groups for option in group.options for word in option))
+
+
+def launch_files(
+    title: str,
+    cluster: Cluster,
+    program: Sequence[str],
+    groups: Sequence[Options],
+    environment: Sequence[Variable],
+) -> tuple[EmittedFile, ...]:
+    """Return `launch.sh` and `job.sbatch`.
+
+    Args:
+        title: What runs, for comments and the job's name; any text.
+        cluster: Nodes and GPUs per node.
+        program: The command before its options.
+        groups: Its options, in order.
+        environment: Variables to set, with reasons.
+
+    """
+    return (
+        EmittedFile(path="launch.sh", text=_launch(title, cluster, program, groups, environment)),
+        EmittedFile(path="job.sbatch", text=_sbatch(title, cluster)),
+    )
+
+
+def _launch(
+    title: str,
+    cluster: Cluster,
+    program: Sequence[str],
+    groups: Sequence[Options],
+    environment: Sequence[Variable],
+) -> str:
+    nodes = num_nodes(cluster)
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {comment(title)}",
+        f"# {nodes} x {processes_per_node(cluster)} GPUs. Words after this script are handed on.",
+        "set -euo pipefail",
+        "",
+    ]
+    for variable in environment:
+        lines.append(f"# {comment(variable.reason)}")
+        lines.append(f"export {variable.name}={shlex.quote(variable.value)}")
+    if nodes > 1:
+        lines += [
+            "",
+            "# Run this on every node; job.sbatch does it under Slurm.",
+            f'export PET_NODE_RANK="${{NODE_RANK:?set NODE_RANK to 0 .. {nodes - 1}}}"',
+            'export PET_MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the address of node 0}"',
+        ]
+    for group in groups:
+        lines += ["", f"# {comment(group.why)}", f"{group.name}=("]
+        lines.append(shell_options(group.options) + ")")
+    arrays = " ".join(f'"${{{group.name}[@]}}"' for group in groups)
+    lines += ["", f'exec {shlex.join(program)} {arrays} "$@"'.replace("  ", " ")]
+    return "\n".join(lines) + "\n"
+
+
+def _sbatch(title: str, cluster: Cluster) -> str:
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            f"#SBATCH --job-name={identifier(title)[:64]}",
+            f"#SBATCH --nodes={num_nodes(cluster)}",
+            "# One launcher per node starts the ranks of its GPUs.",
+            "#SBATCH --ntasks-per-node=1",
+            f"#SBATCH --gpus-per-node={processes_per_node(cluster)}",
+            "#SBATCH --exclusive",
+            "set -euo pipefail",
+            'cd "$SLURM_SUBMIT_DIR"',
+            'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            "export MASTER_ADDR",
+            "srun bash -c 'NODE_RANK=\"$SLURM_NODEID\" exec bash launch.sh'",
+            "",
+        ]
+    )
