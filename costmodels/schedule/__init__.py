@@ -7,6 +7,7 @@ torch's action strings.
     with_communication    adds sends and receives
     validate              says what is wrong with a table
     simulate, timeline    when everything happens
+    simulate_schedule     the same for a shape, in time that m hardly matters to
     makespan_lower_bound  what no partition of the layers beats, for many shapes at once
     held_moments          micro-batches whose activations a rank holds, moment by moment
     shape_refusals        which (pp, v, m) a schedule admits, and why not
@@ -33,6 +34,7 @@ from costmodels.schedule.simulation import (
     simulate,
     timeline,
 )
+from costmodels.schedule.steady import simulate_schedule
 from costmodels.schedule.table import ScheduleTable, format_grid, table_from_strings
 from costmodels.schedule.validation import validate
 
@@ -57,6 +59,7 @@ __all__ = [
     "shape_masks",
     "shape_refusals",
     "simulate",
+    "simulate_schedule",
     "table_from_strings",
     "timeline",
     "validate",

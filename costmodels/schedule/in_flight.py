@@ -66,21 +66,19 @@ def held_moments(
     """Return the moments of each rank, exact for every number of micro-batches.
 
     The moments of a long step are those of a short one: once a schedule is steady it only repeats
-    (`_shortest_alike`).
+    (`PipelineShape.shortened`).
 
     Raises:
         ValueError: The schedule does not admit these sizes.
 
     """
     return _moments(
-        _shortest_alike(
-            PipelineShape(
-                schedule=Schedule(schedule),
-                pipeline_parallel=pipeline_parallel,
-                stages_per_rank=stages_per_rank,
-                num_micro_batches=num_micro_batches,
-            )
-        )
+        PipelineShape(
+            schedule=Schedule(schedule),
+            pipeline_parallel=pipeline_parallel,
+            stages_per_rank=stages_per_rank,
+            num_micro_batches=num_micro_batches,
+        ).shortened(6)
     )
 
 
@@ -128,24 +126,6 @@ def in_flight_closed_form(
     uncapped = np.select([schedule == SCHEDULES.index(s) for s in forms], list(forms.values()))
     held: Ints = np.minimum(uncapped, v * m)
     return held
-
-
-def _shortest_alike(shape: PipelineShape) -> PipelineShape:
-    """Return the fewest micro-batches of the same rounds that fill, repeat and drain alike."""
-    if shape.schedule is Schedule.GPIPE:
-        return shape
-    size = shape.micro_batches_per_round
-    enough = 6 * max(shape.pipeline_parallel, size)
-    rounds = max(0, (shape.num_micro_batches - enough) // size)
-    if shape.num_micro_batches % size:
-        return shape
-    shorter = PipelineShape(
-        schedule=shape.schedule,
-        pipeline_parallel=shape.pipeline_parallel,
-        stages_per_rank=shape.stages_per_rank,
-        num_micro_batches=shape.num_micro_batches - rounds * size,
-    )
-    return shorter if shorter.micro_batches_per_round == size else shape
 
 
 @lru_cache(maxsize=1024)

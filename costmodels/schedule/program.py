@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.schedule.build import table_of_shape
 from costmodels.schedule.shape import PipelineShape
@@ -18,7 +19,7 @@ from costmodels.schedule.table import ScheduleTable, format_grid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventProgram:
-    """Compute actions in dependency order, as parallel lists.
+    """Compute actions in dependency order, as parallel columns.
 
     A value (an output or a gradient) has a slot; two more slots stand for "nothing to wait for"
     (the last but one) and "nobody waits for this" (the last).
@@ -35,7 +36,7 @@ class EventProgram:
 
     """
 
-    order: list[int]
+    order: NDArray[np.int64]
     ranks: list[int]
     sources: list[int]
     hops: list[int]
@@ -77,7 +78,7 @@ def compile_program(table: ScheduleTable) -> EventProgram:
     sources[waits], hops[waits] = codes[waits] - m, stage[waits] - 1
     waits = is_backward & (stage < stages - 1)
     sources[waits], hops[waits] = gradient[waits] + m, stage[waits]
-    order = _dependency_order(table, sources.tolist(), targets.tolist(), nothing)
+    order = np.asarray(_dependency_order(table, sources.tolist(), targets.tolist(), nothing))
     return EventProgram(
         order=order,
         ranks=ranks[order].tolist(),
@@ -95,21 +96,22 @@ def _dependency_order(
     """Run every rank until it waits, wake it when its value is made, until all are done."""
     ends = np.cumsum([len(row) for row in table.rows]).tolist()
     position = [end - len(row) for end, row in zip(ends, table.rows, strict=True)]
-    made = [False] * (nothing + 2)
-    made[nothing] = True
-    waiting: dict[int, int] = {}
+    made = bytearray(nothing + 2)
+    made[nothing] = 1
+    waiting = [-1] * (nothing + 2)
     order: list[int] = []
     runnable = list(range(len(table.rows) - 1, -1, -1))
     while runnable:
         rank = runnable.pop()
         at, end = position[rank], ends[rank]
+        first = at
         while at < end and made[sources[at]]:
             target = targets[at]
-            made[target] = True
-            order.append(at)
+            made[target] = 1
             at += 1
-            if target in waiting:
-                runnable.append(waiting.pop(target))
+            if waiting[target] >= 0:
+                runnable.append(waiting[target])
+        order.extend(range(first, at))
         position[rank] = at
         if at < end:
             waiting[sources[at]] = rank

@@ -15,7 +15,7 @@ Interleaved1F1B and InterleavedZeroBubble); Megatron-LM's is stricter, m divisib
 rule of that target. dualpipev's is DeepSeek's DualPipe and torch's ScheduleDualPipeV.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,21 @@ class PipelineShape:
             return 1
         rounds = max(1, self.num_micro_batches // self.pipeline_parallel)
         return self.num_micro_batches // rounds
+
+    def shortened(self, pipelines_full: int) -> "PipelineShape":
+        """Return a step of fewer micro-batches that fills, repeats and drains alike.
+
+        Args:
+            pipelines_full: Micro-batches left, in multiples of the pipeline's ranks (or of a
+                round, if larger); the shape itself where it has fewer, or only fills and drains.
+
+        """
+        size = self.micro_batches_per_round
+        spare = self.num_micro_batches - pipelines_full * max(self.pipeline_parallel, size)
+        if self.schedule is Schedule.GPIPE or spare < size or self.num_micro_batches % size:
+            return self
+        shorter = replace(self, num_micro_batches=self.num_micro_batches - spare // size * size)
+        return shorter if shorter.micro_batches_per_round == size else self
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:

@@ -14,6 +14,9 @@ and 1f1b, divided by v when interleaved, and (pp - 1) (F + I - W) seconds for ze
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from costmodels.schedule.action import Action
 from costmodels.schedule.build import table_of_shape
 from costmodels.schedule.program import EventProgram, compile_program, program_of_shape
@@ -109,8 +112,7 @@ def simulate(
         ValueError: The table deadlocks, or a sequence has the wrong length.
 
     """
-    _, ends, busy = _run(table, durations, p2p_seconds, p2p_overlaps=p2p_overlaps)
-    return Simulation(makespan=max(ends, default=0.0), busy=tuple(busy))
+    return simulate_rows(table, durations, p2p_seconds, p2p_overlaps=p2p_overlaps)[0]
 
 
 def timeline(
@@ -129,13 +131,31 @@ def timeline(
     actions = [(rank, code) for rank, row in enumerate(table.rows) for code in row]
     intervals: list[Interval | None] = [None] * len(actions)
     hold = _send_seconds(table.shape, p2p_seconds, p2p_overlaps=p2p_overlaps)
-    for at, place, held_until in zip(program.order, program.places, ends, strict=True):
+    for at, place, held_until in zip(program.order.tolist(), program.places, ends, strict=True):
         rank, code = actions[at]
         end = held_until - hold[place]
         intervals[at] = Interval(
             rank=rank, action=table.decode(code), start=end - seconds[place], end=end
         )
     return tuple(interval for interval in intervals if interval is not None)
+
+
+def simulate_rows(
+    table: ScheduleTable,
+    durations: StageDurations,
+    p2p_seconds: float | Sequence[float] = 0.0,
+    *,
+    p2p_overlaps: bool = True,
+) -> tuple[Simulation, list[NDArray[np.float64]]]:
+    """Simulate a table and return also when each action of each row lets go of its rank.
+
+    Args and errors are those of `simulate`.
+    """
+    program, ends, busy = _run(table, durations, p2p_seconds, p2p_overlaps=p2p_overlaps)
+    laid_out = np.empty(len(ends))
+    laid_out[program.order] = ends
+    rows = np.split(laid_out, np.cumsum([len(row) for row in table.rows])[:-1])
+    return Simulation(makespan=max(ends, default=0.0), busy=tuple(busy)), rows
 
 
 def transfer_seconds(shape: PipelineShape, p2p_seconds: float | Sequence[float]) -> list[float]:
