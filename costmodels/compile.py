@@ -16,7 +16,7 @@ from sympy.printing.pycode import PythonCodePrinter
 
 from costmodels.formulas.functions import Formula
 
-MODULES = ("compute", "collectives", "states", "activations")
+MODULES = ("compute", "collectives", "states", "activations", "step")
 
 _HEADER = '''"""Generated from costmodels.formulas.{module} by costmodels.compile. Do not edit."""
 # ruff: noqa

@@ -50,13 +50,13 @@ class AllToAll(NamedTuple):
     seconds: Value
 
 
-def all_to_all(*, base_latency: Value, inner: Value, inner_bandwidth: Value, inner_latency: Value, outer: Value, outer_bandwidth: Value, outer_latency: Value, payload: Value) -> AllToAll:
+def all_to_all(*, across_share: Value, base_latency: Value, inner: Value, inner_bandwidth: Value, inner_latency: Value, outer: Value, outer_bandwidth: Value, outer_latency: Value, payload: Value) -> AllToAll:
     """Seconds of an all-to-all."""
     t_0 = inner - 1
     t_1 = inner*outer
     t_2 = payload/(inner*outer)
     return AllToAll(
-        seconds=base_latency*np.minimum(t_1 - 1, 1) + inner_latency*np.minimum(t_0, 1) + outer_latency*np.minimum(outer - 1, 1) + np.maximum(t_0*t_2/inner_bandwidth, t_2*(-inner + t_1)/outer_bandwidth),
+        seconds=base_latency*np.minimum(t_1 - 1, 1) + inner_latency*np.minimum(t_0, 1) + outer_latency*np.minimum(outer - 1, 1) + np.maximum(t_0*t_2/inner_bandwidth, across_share*t_2*(-inner + t_1)/outer_bandwidth),
     )
 
 

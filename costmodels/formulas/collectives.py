@@ -31,6 +31,9 @@ inner_bandwidth = Quantity("inner_bandwidth", "bytes/s", "scale-up bandwidth of 
 outer_bandwidth = Quantity("outer_bandwidth", "bytes/s", "network bandwidth of a GPU, one way")
 inner_latency = Quantity("inner_latency", "s", "one hop in the scale-up domain")
 outer_latency = Quantity("outer_latency", "s", "one hop over the network")
+across_share = Quantity(
+    "across_share", "1", "share of an all-to-all's copies that cross the network one by one"
+)
 base_latency = Quantity("base_latency", "s", "starting a collective: kernel launch and handshake")
 
 
@@ -70,10 +73,14 @@ def all_reduce_seconds() -> Expr:
 
 
 def all_to_all_seconds() -> Expr:
-    """Return the time to exchange a shard with each rank; every pair talks directly."""
+    """Return the time to exchange a shard with each rank; every pair talks directly.
+
+    A dispatcher that sends a token once per node, and copies it there, carries only
+    `across_share` of the payload over the network.
+    """
     ranks = inner * outer
     within = payload * (inner - 1) / ranks / inner_bandwidth
-    across = payload * (ranks - inner) / ranks / outer_bandwidth
+    across = across_share * payload * (ranks - inner) / ranks / outer_bandwidth
     latency = Minimum(inner - 1, 1) * inner_latency + Minimum(outer - 1, 1) * outer_latency
     return _started() + latency + Maximum(within, across)
 

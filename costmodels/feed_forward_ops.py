@@ -1,0 +1,147 @@
+"""Ops of a feed-forward block: one dense pair or triple of products, or routed experts.
+
+Experts: each token visits `experts_per_token` of them. Tokens travel to the ranks that hold their
+experts and back (dispatch, combine); expert-tensor parallelism gathers the tokens of its group and
+cuts each expert's width. A rank's experts run as one grouped product.
+
+Sources: Shazeer et al., arXiv:1701.06538; dropless dispatch: arXiv:2211.15841; folding of the
+expert axes over tensor, context and data: arXiv:2504.14960; one copy per node: DeepSeek-V3,
+arXiv:2412.19437, section 3.2.2.
+"""
+
+from costmodels.job import Target, TrainingJob
+from costmodels.model import MixtureOfExperts, ModelSpec
+from costmodels.ops import Collective, Gemm, MemoryPass, Op, Size
+from costmodels.shard import Shard, per_rank
+
+HALF = 2  # bytes of a 16-bit element
+_FULL = 4  # bytes of an fp32 element
+
+
+def dense_ops(
+    model: ModelSpec, job: TrainingJob, shard: Shard, width: int, name: str = "ffn"
+) -> tuple[Op, ...]:
+    """Return a feed-forward block of a width, cut over the tensor axis."""
+    own = per_rank(width, shard.tensor_parallel)
+    inputs = 2 if model.gated_ffn else 1
+    trained = job.lora_rank is None
+    return (
+        Gemm(
+            name=f"{name}_in",
+            module="mlp",
+            m=shard.tokens,
+            n=inputs * own,
+            k=model.hidden_size,
+            trained=trained,
+        ),
+        activation(model, job, f"{name}_activation", "mlp", shard.tokens * own),
+        Gemm(
+            name=f"{name}_out",
+            module="mlp",
+            m=shard.tokens,
+            n=model.hidden_size,
+            k=own,
+            trained=trained,
+        ),
+    )
+
+
+def activation(
+    model: ModelSpec, job: TrainingJob, name: str, module: str, elements: Size
+) -> MemoryPass:
+    """Return the non-linearity between the products; fused kernels touch each element once."""
+    inputs = 2 if model.gated_ffn else 1
+    fused = job.target in (Target.MEGATRON, Target.DEEPSPEED) or bool(job.switches.compile)
+    # Eager gating is two kernels (activation, product) with the activation written in between.
+    between = 0 if fused or inputs == 1 else 2
+    return MemoryPass(
+        name=name,
+        module=module,
+        forward=HALF * elements * (inputs + 1 + between),
+        backward=HALF * elements * (2 * inputs + 1 + 2 * between),
+        forward_kernels=1 if fused else inputs,
+        backward_kernels=1 if fused else 2 * inputs,
+    )
+
+
+def expert_ops(
+    model: ModelSpec, moe: MixtureOfExperts, job: TrainingJob, shard: Shard
+) -> tuple[Op, ...]:
+    """Return routing, dispatch, the experts of one rank, and combine."""
+    tokens, hidden = shard.routed_tokens, model.hidden_size
+    copies = tokens * moe.experts_per_token
+    received = copies * shard.expert_tensor_parallel
+    experts = per_rank(moe.num_experts, shard.expert_parallel)
+    width = per_rank(moe.ffn_hidden_size, shard.expert_tensor_parallel)
+    per_expert = per_rank(received, experts)
+    inputs = 2 if model.gated_ffn else 1
+    grouped = {"m": per_expert, "count": experts, "module": "moe", "trained": job.lora_rank is None}
+    return (
+        Gemm(
+            name="router",
+            module="moe",
+            m=tokens,
+            n=moe.num_experts,
+            k=hidden,
+            quantised=False,
+        ),
+        MemoryPass(  # scores, top-k, weights, counts: small kernels over fp32 scores
+            name="routing",
+            module="moe",
+            forward=6 * _FULL * tokens * moe.num_experts,
+            backward=4 * _FULL * tokens * moe.num_experts,
+            forward_kernels=12,
+            backward_kernels=8,
+        ),
+        _permutation("permute", copies * hidden),
+        _all_to_all(job, moe, "dispatch", HALF * copies * hidden),
+        _expert_tensor(shard, "expert_gather", "all_gather", "reduce_scatter", received * hidden),
+        Gemm(name="expert_in", n=inputs * width, k=hidden, **grouped),
+        activation(model, job, "expert_activation", "moe_act", received * width),
+        Gemm(name="expert_out", n=hidden, k=width, **grouped),
+        _expert_tensor(shard, "expert_reduce", "reduce_scatter", "all_gather", received * hidden),
+        _all_to_all(job, moe, "combine", HALF * copies * hidden),
+        _permutation("unpermute", copies * hidden),
+    )
+
+
+def _permutation(name: str, elements: Size) -> MemoryPass:
+    """Sort token copies by expert, or weigh and sum them back."""
+    return MemoryPass(
+        name=name,
+        module="moe",
+        forward=2 * HALF * elements,
+        backward=2 * HALF * elements,
+        forward_kernels=2,
+        backward_kernels=2,
+    )
+
+
+def _expert_tensor(
+    shard: Shard, name: str, forward: str, backward: str, elements: Size
+) -> Collective:
+    return Collective(
+        name=name,
+        module="moe",
+        axis="ep",
+        group="expert_tensor",
+        forward=forward,
+        backward=backward,
+        payload=HALF * elements * (shard.expert_tensor_parallel > 1),
+    )
+
+
+def _all_to_all(job: TrainingJob, moe: MixtureOfExperts, name: str, payload: Size) -> Collective:
+    return Collective(
+        name=name,
+        module="moe",
+        axis="ep",
+        group="expert",
+        forward="all_to_all",
+        backward="all_to_all",
+        payload=payload,
+        beside="expert_in",
+        copies=moe.experts_per_token,
+        nodes_per_token=moe.groups_per_token if moe.num_groups > 1 else 0,
+        once_per_node=job.switches.expert_dispatch in ("deepep", "hybridep"),
+    )

@@ -1,0 +1,269 @@
+"""Seconds per block for every layout of a table: what estimate, bounds and the solver share.
+
+Blocks are priced once per distinct shard (tensor, context and expert degrees, micro-batch, where
+their groups lie), then looked up per layout; ZeRO-3's gathers, the pipeline's hops and the states
+depend on more columns and are cheap enough to price per layout.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.block_costs import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECOMPUTE,
+    SELECTIVE,
+    BlockCosts,
+    WorkloadCosts,
+    price_workload,
+)
+from costmodels.collective_costs import Pricing, collective_seconds, exposed_seconds
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Recompute
+from costmodels.layout_table import RECOMPUTES, LayoutTable
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.overlap import overlap_of
+from costmodels.placement import Placement, Tiers, place
+from costmodels.rates import Rates, rates_of
+from costmodels.shard import shards_of
+from costmodels.state_costs import (
+    RankWeights,
+    StateCosts,
+    block_gathers,
+    embedding_weights,
+    head_weights,
+    layer_weights,
+    state_costs,
+)
+from costmodels.targets import BEHAVIOURS
+from costmodels.workload import build_workload
+
+Seconds = NDArray[np.float64]
+
+HALF = 2  # bytes of a 16-bit element
+SELECTIVE_CODE = RECOMPUTES.index(Recompute.SELECTIVE)
+FULL_CODE = RECOMPUTES.index(Recompute.FULL)
+
+# Shares of modules that named policies run again. torchtitan's "per-op" keeps the results of every
+# second product and of attention, and makes the rest again; "every-2nd-layer" is full recompute of
+# half the layers. Source: torchtitan/distributed/activation_checkpoint.py.
+_POLICIES: dict[str, tuple[tuple[str, float], ...]] = {
+    "per-op": (
+        ("layernorm", 1.0),
+        ("residual", 1.0),
+        ("mlp", 0.5),
+        ("attention", 0.5),
+        ("tensor_parallel", 1.0),
+    ),
+    "every-2nd-layer": tuple(
+        (module, 0.5)
+        for module in (
+            "layernorm",
+            "residual",
+            "mlp",
+            "attention",
+            "core_attn",
+            "mla_up_proj",
+            "moe",
+            "moe_act",
+            "tensor_parallel",
+        )
+    ),
+    "moe": (("moe", 1.0), ("moe_act", 1.0)),
+    "mlp": (("mlp", 1.0),),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """Seconds of one micro-batch in one block, one entry per layout.
+
+    Attributes:
+        forward: With what ZeRO-3's gathers add.
+        backward_input: With selective recomputation and what ZeRO-3's gathers and reductions add.
+        backward_weight: Gradients of weights.
+        recompute: What full recomputation of the block adds to backward.
+        gather: ZeRO-3's gather of the weights by itself, per pass.
+        reduce: ZeRO-3's reduction of the gradients by itself.
+        gather_exposed: Part of `forward` that is the gather.
+        backward_exposed: Part of `backward_input` that is the gather and the reduction.
+        weights: Weights of the block on its rank.
+
+    """
+
+    forward: Seconds
+    backward_input: Seconds
+    backward_weight: Seconds
+    recompute: Seconds
+    gather: Seconds
+    reduce: Seconds
+    gather_exposed: Seconds
+    backward_exposed: Seconds
+    weights: RankWeights
+
+    @property
+    def total(self) -> Seconds:
+        """All phases, nothing recomputed in full."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutCosts:
+    """Costs of a table of layouts, before layers are split over stages.
+
+    Attributes:
+        priced: Blocks by cause, one row per distinct shard.
+        shard_of_row: Which of those rows a layout uses.
+        hop: Seconds of handing a micro-batch to the next rank; 0 without a pipeline.
+        states: Seconds per weight and step.
+
+    """
+
+    embedding: BlockTimes
+    layers: tuple[tuple[LayerKind, BlockTimes], ...]
+    head: BlockTimes
+    priced: WorkloadCosts
+    shard_of_row: NDArray[np.int64]
+    hop: Seconds
+    states: StateCosts
+    rates: Rates
+    placement: Placement
+
+
+def layout_costs(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    recompute_modules: tuple[str, ...] = (),
+) -> LayoutCosts:
+    """Price the blocks of every layout of a table.
+
+    Args:
+        model: The network.
+        job: What is trained.
+        cluster: The machine.
+        table: Layouts.
+        recompute_modules: What selective recomputation runs again; the target's habit when empty.
+
+    Raises:
+        ValueError: The device does not compute in the job's precision.
+
+    """
+    rates, placement = rates_of(job, cluster.profile), place(table, cluster)
+    first, shard_of_row = _distinct_shards(table, placement)
+    shards = table.take(first)
+    shard = shards_of(shards, job)
+    pricing = Pricing(
+        rates=rates,
+        overlap=overlap_of(job),
+        placement=placement.take(first),
+        shard=shard,
+        num_rows=len(first),
+        recompute_modules=module_shares(job, recompute_modules),
+    )
+    priced = price_workload(build_workload(model, job, shard), pricing)
+
+    def times(costs: BlockCosts, weights: RankWeights) -> BlockTimes:
+        gathers = block_gathers(weights, job, table, placement, rates)
+        return _block_times(costs.total[:, shard_of_row], weights, gathers, table, rates)
+
+    return LayoutCosts(
+        embedding=times(priced.embedding, embedding_weights(model, job, table)),
+        layers=tuple(
+            (kind, times(costs, layer_weights(model, job, kind, table)))
+            for kind, costs in priced.layers
+        ),
+        head=times(priced.head, head_weights(model, job, table)),
+        priced=priced,
+        shard_of_row=shard_of_row,
+        hop=_hop_seconds(model, job, table, placement, rates),
+        states=state_costs(job, table, placement, rates),
+        rates=rates,
+        placement=placement,
+    )
+
+
+def module_shares(job: TrainingJob, modules: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    """Return the modules that selective recomputation runs again, with the share of each."""
+    names = modules or BEHAVIOURS[job.target].selective_modules
+    return tuple(pair for name in names for pair in _POLICIES.get(name, ((name, 1.0),)))
+
+
+def _distinct_shards(
+    table: LayoutTable, placement: Placement
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first row of each distinct shard, and the shard of each row."""
+    columns = (
+        table.tensor_parallel,
+        table.context_parallel,
+        table.expert_parallel,
+        table.expert_tensor_parallel,
+        table.micro_batch_size,
+        table.sequence_parallel,
+        table.context_parallel_type,
+        placement.tensor.inner,
+        placement.context.inner,
+        placement.expert.inner,
+        placement.expert_tensor.inner,
+    )
+    key = np.zeros(len(table), dtype=np.int64)
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, shard_of_row = np.unique(key, return_index=True, return_inverse=True)
+    return first, shard_of_row
+
+
+def _block_times(
+    total: Seconds,
+    weights: RankWeights,
+    gathers: tuple[Seconds, Seconds],
+    table: LayoutTable,
+    rates: Rates,
+) -> BlockTimes:
+    """Combine a block's local seconds with what ZeRO-3 moves beside them."""
+    gather, reduce = gathers
+    selective = np.where(table.recompute == SELECTIVE_CODE, total[SELECTIVE], 0.0)
+    forward, to_weight = total[FORWARD], total[BACKWARD_WEIGHT]
+    to_input = total[BACKWARD_INPUT] + selective
+    gather_exposed = exposed_seconds(gather, forward, rates)
+    backward = to_input + to_weight
+    exposed = exposed_seconds(gather + reduce, backward, rates)
+    again = backward + total[RECOMPUTE]
+    exposed_again = exposed_seconds(gather + reduce, again, rates)
+    return BlockTimes(
+        forward=forward + gather_exposed,
+        backward_input=to_input + exposed,
+        backward_weight=to_weight,
+        recompute=total[RECOMPUTE] + exposed_again - exposed,
+        gather=gather,
+        reduce=reduce,
+        gather_exposed=gather_exposed,
+        backward_exposed=exposed,
+        weights=weights,
+    )
+
+
+def _hop_seconds(
+    model: ModelSpec, job: TrainingJob, table: LayoutTable, placement: Placement, rates: Rates
+) -> Seconds:
+    """Return the seconds of sending one micro-batch's activations to the next rank."""
+    shard = shards_of(table, job)
+    payload = HALF * shard.outer_tokens * model.hidden_size
+    pair: Tiers = placement.hop
+    seconds = np.asarray(collective_seconds("ring", payload, pair, rates))
+    return np.where(table.pipeline_parallel > 1, seconds, 0.0)
+
+
+def rank_state_seconds(
+    states: StateCosts, weights: RankWeights
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Return reduce, gather and update seconds per step of one block's weights."""
+    trained = weights.dense * weights.trained, weights.experts * weights.trained
+    parts = states.reduce, states.gather, states.update
+    reduce, gather, update = (dense * trained[0] + experts * trained[1] for dense, experts in parts)
+    return reduce, gather, update

@@ -1,0 +1,125 @@
+"""Ops: the units of work that a block of a network is made of, in shapes of one rank.
+
+Sizes are those of one micro-batch on one rank, as Python integers for one layout (then counts are
+exact) or as int64 arrays for a table of them. Ops say what is done, never how long it takes:
+`block_costs` prices them and `counts` counts them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+Size = Any  # int, or an int64 array with one entry per layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """A matrix product, m x k times k x n; `count` of one shape in one launch.
+
+    Attributes:
+        module: What selective recomputation calls the part it belongs to.
+        weight: The k x n operand is a weight (or a batch of experts' weights); otherwise both
+            operands are activations and both gradients belong to backward_input.
+        trained: The weight gets a gradient.
+        quantised: Runs in the low precision of the job; router and head stay in 16 bits.
+
+    """
+
+    name: str
+    module: str
+    m: Size
+    n: Size
+    k: Size
+    count: Size = 1
+    weight: bool = True
+    trained: bool = True
+    quantised: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Attention in one kernel that keeps its scores on chip.
+
+    Attributes:
+        flops: Forward FLOPs: queries x the keys that they see x both products.
+        length: Tokens of a sequence that one kernel call sees.
+        head_width: Width of keys (and of values where these are narrower).
+
+    """
+
+    name: str
+    module: str
+    flops: Size
+    length: Size
+    head_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPass:
+    """Kernels that only move memory.
+
+    Attributes:
+        forward: Bytes read and written.
+        backward: Bytes read and written.
+        forward_kernels: Launches.
+        backward_kernels: Launches.
+        cause: The term that it counts under.
+
+    """
+
+    name: str
+    module: str
+    forward: Size
+    backward: Size
+    forward_kernels: int = 1
+    backward_kernels: int = 1
+    cause: str = "memory_bound"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Communication inside a block.
+
+    Attributes:
+        axis: "tp", "cp" or "ep".
+        group: Name of the group in Placement.
+        forward: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring" or "" for none;
+            with sequence parallelism where that makes a difference.
+        backward: The same for backward.
+        plain_forward: What stands there without sequence parallelism; None for the same.
+        plain_backward: The same for backward.
+        payload: Bytes of the full tensor (all_to_all: what a rank sends; ring: what it passes on
+            in one step).
+        beside: The product that reads or makes the tensor: what may hide the communication.
+        input_side: The tensor is that product's input, so the communication of its gradient may
+            run beside the product's weight gradient.
+        copies: Copies of each token in an all_to_all.
+        nodes_per_token: Most nodes that a token may visit; 0 for any number.
+        once_per_node: The dispatcher sends one copy of a token to each node, not one per expert.
+
+    """
+
+    name: str
+    module: str
+    axis: str
+    group: str
+    forward: str
+    backward: str
+    plain_forward: str | None = None
+    plain_backward: str | None = None
+    payload: Size
+    beside: str = ""
+    input_side: bool = False
+    copies: int = 1
+    nodes_per_token: int = 0
+    once_per_node: bool = False
+
+
+Op = Gemm | Attention | MemoryPass | Collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Ops in the order of the forward pass; each reads what the one before it made."""
+
+    name: str
+    ops: tuple[Op, ...]

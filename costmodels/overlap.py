@@ -1,0 +1,75 @@
+"""Which communication each runtime hides behind which computation: named assumptions.
+
+Hidden time is never a factor: `formulas.compute.overlap_exposed` gives what is left of it beside
+the computation named here, and what the computation loses.
+
+Sources: Megatron-LM, `LinearWithGradAccumulationAndAsyncCommunication` (tensor-parallel gradients
+beside weight gradients) and `DistributedDataParallel(overlap_grad_reduce)`; PyTorch FSDP
+(arXiv:2304.11277, sections 3.3 and 4.3: prefetch and reduce beside backward); nanotron
+`tp_linear_async_communication`; DeepSpeed `overlap_comm`.
+"""
+
+from dataclasses import dataclass
+
+from costmodels.job import Target, TrainingJob
+from costmodels.layout import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What hides.
+
+    Attributes:
+        tensor_backward: Communication of an input's gradient beside the product's weight gradient.
+        tensor_pipelined: Tensor-parallel collectives in pieces beside their own product (Megatron's
+            user buffers, torch's async TP).
+        gathers_again: Under sequence parallelism backward gathers the input of a column-parallel
+            product once more, beside its input gradient.
+        grad_reduce: Gradients are reduced in buckets beside the last micro-batch's backward.
+        param_gather: Gathering updated ZeRO-1/2 parameters beside the next step's first forward.
+        prefetch: ZeRO-3 gathers the next layer beside the current one.
+        experts: Expert all-to-all of one micro-batch beside another's computation.
+        reduces_each_micro_batch: ZeRO-2 reduces gradients after each micro-batch, not once a step.
+
+    """
+
+    tensor_backward: bool
+    tensor_pipelined: bool
+    gathers_again: bool
+    grad_reduce: bool
+    param_gather: bool
+    prefetch: bool
+    experts: bool
+    reduces_each_micro_batch: bool
+
+
+def overlap_of(job: TrainingJob) -> Overlap:
+    """Return what the job's runtime hides, its switches heeded."""
+    target, switches = job.target, job.switches
+    from_megatron = target in (Target.MEGATRON, Target.NANOTRON)
+    return Overlap(
+        tensor_backward=from_megatron,
+        tensor_pipelined=switches.overlap_tensor_parallel,
+        gathers_again=from_megatron,
+        grad_reduce=switches.overlap_grad_reduce and target is not Target.NATIVE,
+        param_gather=switches.overlap_grad_reduce and target is Target.MEGATRON,
+        prefetch=True,
+        experts=switches.overlap_expert_parallel,
+        reduces_each_micro_batch=target is Target.DEEPSPEED,
+    )
+
+
+def sends_hold_rank(job: TrainingJob, schedule: Schedule) -> bool:
+    """Return whether a rank waits while it hands a micro-batch on.
+
+    Megatron-LM, DeepSpeed and nanotron exchange with their neighbours between two computations;
+    Megatron-LM's interleaved schedule overlaps (`--overlap-p2p-communication`), as do torch's
+    pipelining and our own runtime.
+    """
+    if job.target in (Target.NATIVE, Target.TORCHTITAN, Target.ACCELERATE):
+        return False
+    return not (
+        job.target is Target.MEGATRON
+        and schedule is Schedule.INTERLEAVED
+        and job.switches.overlap_grad_reduce
+    )

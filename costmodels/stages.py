@@ -1,0 +1,172 @@
+"""From blocks to ranks: which blocks a stage holds, the pipeline of stages, work once per step."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.block_costs import BlockCosts
+from costmodels.collective_costs import exposed_seconds
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, Recompute
+from costmodels.layout_costs import BlockTimes, LayoutCosts, rank_state_seconds
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.overlap import Overlap, sends_hold_rank
+from costmodels.schedule import StageDurations, build_schedule, simulate
+
+ZERO_2 = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBlock:
+    """Equal blocks of a stage.
+
+    Attributes:
+        recomputed: How many of them run again in full in backward.
+
+    """
+
+    times: BlockTimes
+    costs: BlockCosts
+    count: int
+    recomputed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A simulated step of the pipeline.
+
+    Attributes:
+        busy: Seconds in which each rank computes or is held by a transfer.
+        idle: Seconds in which the average rank waits.
+
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    idle: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What one rank does once per step: seconds by themselves, and what the step waits for."""
+
+    reduce: float
+    gather: float
+    update: float
+    reduce_exposed: float
+    gather_exposed: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that the step waits for."""
+        return self.reduce_exposed + self.gather_exposed + self.update
+
+
+def stages_of(model: ModelSpec, layout: Layout, costs: LayoutCosts) -> list[list[StageBlock]]:
+    """Return the blocks of every global stage; embedding first, head last.
+
+    Full recomputation runs the first layers of a stage again; embedding and head keep what they
+    made, as every framework does.
+    """
+    times, priced = dict(costs.layers), dict(costs.priced.layers)
+    kinds = model.layer_kinds
+    stages, start = [], 0
+    for count in layout.layers_per_stage:
+        own = kinds[start : start + count]
+        again = _recomputed(layout, own)
+        stages.append(
+            [
+                StageBlock(
+                    times=times[kind], costs=priced[kind], count=number, recomputed=again[kind]
+                )
+                for kind, number in Counter(own).items()
+            ]
+        )
+        start += count
+    stages[0].append(StageBlock(times=costs.embedding, costs=costs.priced.embedding, count=1))
+    stages[-1].append(StageBlock(times=costs.head, costs=costs.priced.head, count=1))
+    return stages
+
+
+def _recomputed(layout: Layout, kinds: tuple[LayerKind, ...]) -> Counter[LayerKind]:
+    if layout.recompute is not Recompute.FULL:
+        return Counter()
+    return Counter(kinds[: layout.recompute_layers or len(kinds)])
+
+
+def stage_seconds(blocks: list[StageBlock]) -> tuple[float, float, float]:
+    """Return forward, backward_input (recomputation included) and backward_weight seconds."""
+    forward = sum(b.count * float(b.times.forward[0]) for b in blocks)
+    to_input = sum(
+        b.count * float(b.times.backward_input[0]) + b.recomputed * float(b.times.recompute[0])
+        for b in blocks
+    )
+    to_weight = sum(b.count * float(b.times.backward_weight[0]) for b in blocks)
+    return forward, to_input, to_weight
+
+
+def run_pipeline(
+    job: TrainingJob, layout: Layout, stages: list[list[StageBlock]], hop: float
+) -> Pipeline:
+    """Simulate the schedule with each stage's own seconds.
+
+    Raises:
+        ValueError: The schedule does not admit the layout's shape.
+
+    """
+    seconds = [stage_seconds(blocks) for blocks in stages]
+    if layout.num_stages == 1:
+        makespan = layout.num_micro_batches * sum(seconds[0])
+        return Pipeline(makespan=makespan, busy=(makespan,), idle=0.0)
+    forward, to_input, to_weight = zip(*seconds, strict=True)
+    table = build_schedule(
+        layout.schedule,
+        layout.pipeline_parallel,
+        layout.stages_per_rank,
+        layout.num_micro_batches,
+    )
+    result = simulate(
+        table,
+        StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight),
+        hop,
+        p2p_overlaps=not sends_hold_rank(job, layout.schedule),
+    )
+    return Pipeline(
+        makespan=result.makespan, busy=result.busy, idle=sum(result.idle) / len(result.busy)
+    )
+
+
+def rank_rest(
+    blocks: list[StageBlock], layout: Layout, costs: LayoutCosts, overlap: Overlap
+) -> Rest:
+    """Return what one rank does once per step.
+
+    Args:
+        blocks: All blocks of the rank, over its stages.
+        layout: For how often gradients are reduced.
+        costs: Seconds per weight.
+        overlap: What hides.
+
+    """
+    parts = np.zeros(3)
+    for block in blocks:
+        states = rank_state_seconds(costs.states, block.times.weights)
+        parts += [block.count * float(part[0]) for part in states]
+    reduce, gather, update = (float(part) for part in parts)
+    forward, to_input, to_weight = stage_seconds(blocks)
+    each = overlap.reduces_each_micro_batch and layout.zero_stage == ZERO_2
+    backward = (to_input + to_weight) * (layout.num_micro_batches if each else 1)
+    return Rest(
+        reduce=reduce,
+        gather=gather,
+        update=update,
+        reduce_exposed=_left(reduce, backward, costs, hides=overlap.grad_reduce),
+        gather_exposed=_left(gather, forward, costs, hides=overlap.param_gather),
+    )
+
+
+def _left(communication: float, beside: float, costs: LayoutCosts, *, hides: bool) -> float:
+    if not hides:
+        return communication
+    return float(exposed_seconds(communication, beside, costs.rates))

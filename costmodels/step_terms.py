@@ -1,0 +1,125 @@
+"""The causes of a step's time as terms, on the rank that is busy longest."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.block_costs import (
+    AXIS_OF_CAUSE,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    CAUSES,
+    FORWARD,
+    RECOMPUTE,
+    SELECTIVE,
+)
+from costmodels.layout import Layout, Recompute
+from costmodels.stages import Pipeline, Rest, StageBlock, stage_seconds
+from costmodels.terms import Term
+
+_COMMUNICATES = np.array([cause in AXIS_OF_CAUSE for cause in CAUSES])
+
+
+def work_terms(blocks: list[StageBlock], layout: Layout) -> list[Term]:
+    """Return the terms of a rank's micro-batches; local work done again is a term of its own.
+
+    Args:
+        blocks: All blocks of the rank.
+        layout: For micro-batches and recomputation.
+
+    """
+    selective = layout.recompute is Recompute.SELECTIVE
+    exposed, alone = (
+        sum(_by_cause(block, name, selective=selective) for block in blocks)
+        for name in ("exposed", "alone")
+    )
+    again = [_again(block, "exposed", selective=selective) for block in blocks]
+    recompute = float(sum(np.where(_COMMUNICATES, 0.0, part).sum() for part in again))
+    m = layout.num_micro_batches
+    terms = [
+        Term(
+            name=cause,
+            axis=AXIS_OF_CAUSE.get(cause),
+            seconds=m * float(own),
+            exposed_seconds=m * float(shown),
+        )
+        for cause, own, shown in zip(CAUSES, np.asarray(alone), np.asarray(exposed), strict=True)
+    ]
+    return [*terms, local_term("recompute", m * recompute), _zero3_term(blocks, m)]
+
+
+def _by_cause(block: StageBlock, name: str, *, selective: bool) -> NDArray[np.float64]:
+    """Seconds of one micro-batch by cause; of what runs again, communication only."""
+    phases = getattr(block.costs, name)[..., 0]
+    once = block.count * (phases[FORWARD] + phases[BACKWARD_INPUT] + phases[BACKWARD_WEIGHT])
+    again = np.where(_COMMUNICATES, _again(block, name, selective=selective), 0.0)
+    total: NDArray[np.float64] = once + again
+    return total
+
+
+def _again(block: StageBlock, name: str, *, selective: bool) -> NDArray[np.float64]:
+    """Seconds of one micro-batch that recomputation adds, by cause."""
+    phases = getattr(block.costs, name)[..., 0]
+    again: NDArray[np.float64] = (
+        block.recomputed * phases[RECOMPUTE] + selective * block.count * phases[SELECTIVE]
+    )
+    return again
+
+
+def _zero3_term(blocks: list[StageBlock], num_micro_batches: int) -> Term:
+    """Return what gathering weights and reducing gradients per block costs."""
+    seconds = exposed = 0.0
+    for block in blocks:
+        times = block.times
+        seconds += block.count * float(2 * times.gather[0] + times.reduce[0])
+        exposed += block.count * float(times.gather_exposed[0] + times.backward_exposed[0])
+        # Recomputation hides more of it: `recompute` holds the difference.
+        local = float(block.costs.total[RECOMPUTE, 0])
+        exposed += block.recomputed * (float(times.recompute[0]) - local)
+    return Term(
+        name="zero3_gather",
+        axis="dp",
+        seconds=num_micro_batches * seconds,
+        exposed_seconds=num_micro_batches * exposed,
+    )
+
+
+def pipeline_terms(
+    pipeline: Pipeline, blocks: list[StageBlock], layout: Layout, rank: int, hop: float
+) -> list[Term]:
+    """Return what the pipeline adds to a rank's work: transfers that hold it, and waiting.
+
+    Args:
+        pipeline: The simulated step.
+        blocks: All blocks of the rank.
+        layout: For micro-batches and stages.
+        rank: The rank.
+        hop: Seconds of one transfer.
+
+    """
+    m = layout.num_micro_batches
+    computing = m * sum(stage_seconds(blocks))
+    boundaries = layout.num_stages - 1
+    transfers = 2 * m * hop * boundaries / layout.pipeline_parallel
+    held = pipeline.busy[rank] - computing
+    return [
+        Term(name="p2p", axis="pp", seconds=max(transfers, held), exposed_seconds=held),
+        local_term("bubble", pipeline.makespan - pipeline.busy[rank]),
+    ]
+
+
+def rest_terms(rest: Rest) -> list[Term]:
+    """Return what a rank does once per step."""
+    return [
+        Term(
+            name="grad_reduce", axis="dp", seconds=rest.reduce, exposed_seconds=rest.reduce_exposed
+        ),
+        Term(
+            name="param_gather", axis="dp", seconds=rest.gather, exposed_seconds=rest.gather_exposed
+        ),
+        local_term("optimizer", rest.update),
+    ]
+
+
+def local_term(name: str, seconds: float) -> Term:
+    """Return a term of work that nothing hides."""
+    return Term(name=name, axis=None, seconds=seconds, exposed_seconds=seconds)

@@ -1,0 +1,265 @@
+"""Workload: the blocks of a network (embedding, layers by kind, head) as graphs of ops.
+
+    embedding   look up, position, reduce over vocabulary shards
+    layer       norm - attention - residual - norm - feed-forward (or experts) - residual
+    head        norm - logits - loss
+
+Shapes are those of one rank under a Shard: heads, feed-forward width and vocabulary divided by the
+tensor axis, tokens by the context axis (and, between the tensor-parallel regions, by the tensor
+axis with sequence parallelism), experts by the expert axes. Each tensor-parallel region starts with
+a column-parallel product and ends with a row-parallel one:
+
+    without sequence parallelism   forward: all-reduce at the end;  backward: at the start
+    with sequence parallelism      all-gather at the start, reduce-scatter at the end, and mirrored
+
+Sources: Shoeybi et al., arXiv:1909.08053, section 3; Korthikanti et al., arXiv:2205.05198,
+section 4.2. Bytes of element-wise ops: counted from what each kernel reads and writes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from costmodels.attention_ops import attention_ops
+from costmodels.feed_forward_ops import dense_ops, expert_ops
+from costmodels.job import TrainingJob
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size
+from costmodels.shard import Shard, padded_rows, per_rank
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+HALF = 2  # bytes of a 16-bit element
+FULL = 4  # bytes of an fp32 element
+# Bytes per element of a norm, forward and backward: one kernel that reads and writes 16 bits; or
+# cast, square, mean, scale, cast, weight as kernels of their own on fp32 copies. Kind: chosen.
+_NORM_BYTES = {True: (4, 6), False: (34, 56)}
+_NORM_KERNELS = {True: (1, 2), False: (6, 12)}
+# Bytes per logit of the loss, forward and backward. Fused: read the logits once, write their
+# gradient in place. Unfused: cast to fp32, maximum, shift, exponential, sum, gather, then scale
+# and cast back. Kind: chosen.
+_LOSS_BYTES = {True: (8, 6), False: (34, 14)}
+_LOSS_KERNELS = {True: (2, 1), False: (10, 4)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The blocks of a network under a shard.
+
+    Attributes:
+        layers: One block per kind of layer, in order of first appearance.
+
+    """
+
+    embedding: Block
+    layers: tuple[tuple[LayerKind, Block], ...]
+    head: Block
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every distinct block: embedding, kinds of layers, head."""
+        return (self.embedding, *(block for _, block in self.layers), self.head)
+
+
+def build_workload(model: ModelSpec, job: TrainingJob, shard: Shard) -> Workload:
+    """Return the blocks of a network as one rank sees them.
+
+    Args:
+        model: The network.
+        job: Sequence length, precision, kernels.
+        shard: The rank's share, for one layout or for a table of them.
+
+    """
+    kinds = tuple(dict.fromkeys(model.layer_kinds))
+    return Workload(
+        embedding=_embedding(model, job, shard),
+        layers=tuple((kind, _layer(model, job, kind, shard)) for kind in kinds),
+        head=_head(model, job, shard),
+    )
+
+
+def op_graph(blocks: Sequence[Block]) -> "nx.DiGraph":
+    """Return blocks as one directed graph: a node per op, an edge from producer to consumer.
+
+    Residual connections skip from a block's input to the sum after it.
+    """
+    import networkx as nx  # noqa: PLC0415  (only readers of the graph; pricing walks tuples)
+
+    graph = nx.DiGraph()
+    previous = None
+    for position, block in enumerate(blocks):
+        stream = previous
+        for op in block.ops:
+            node = f"{position}.{block.name}.{op.name}"
+            graph.add_node(node, op=op)
+            if previous is not None:
+                graph.add_edge(previous, node)
+            if op.name.endswith("residual"):
+                if stream is not None:
+                    graph.add_edge(stream, node)
+                stream = node
+            previous = node
+    return graph
+
+
+def _norm(job: TrainingJob, name: str, elements: Size) -> MemoryPass:
+    fused = job.switches.fused_norm
+    forward, backward = _NORM_BYTES[fused]
+    forward_kernels, backward_kernels = _NORM_KERNELS[fused]
+    return MemoryPass(
+        name=name,
+        module="layernorm",
+        forward=forward * elements,
+        backward=backward * elements,
+        forward_kernels=forward_kernels,
+        backward_kernels=backward_kernels,
+    )
+
+
+def _residual(name: str, elements: Size) -> MemoryPass:
+    """Add the block's input (read two, write one); backward sums two gradients."""
+    return MemoryPass(name=name, module="residual", forward=6 * elements, backward=6 * elements)
+
+
+def _enter(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
+    """Start a tensor-parallel region: every rank needs the whole input."""
+    return Collective(
+        name=name,
+        module="tensor_parallel",
+        axis="tp",
+        group="tensor",
+        forward="all_gather",
+        backward="reduce_scatter",
+        plain_forward="",
+        plain_backward="all_reduce",
+        payload=HALF * shard.tokens * hidden,
+        beside=beside,
+        input_side=True,
+    )
+
+
+def _leave(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
+    """End a tensor-parallel region: partial sums meet."""
+    return Collective(
+        name=name,
+        module="tensor_parallel",
+        axis="tp",
+        group="tensor",
+        forward="reduce_scatter",
+        backward="all_gather",
+        plain_forward="all_reduce",
+        plain_backward="",
+        payload=HALF * shard.tokens * hidden,
+        beside=beside,
+    )
+
+
+def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) -> Block:
+    hidden, outer = model.hidden_size, shard.outer_tokens
+    elements = outer * hidden
+    norms = [_norm(job, f"norm_{i}", elements) for i in range(model.norms_per_layer)]
+    before_ffn = norms[1:2] if not model.parallel_block else []
+    moe = model.moe if kind.has_experts else None
+    ops: list[Op] = [
+        norms[0],
+        _enter(shard, "attention_enter", hidden, "attention_qkv"),
+        *attention_ops(model, job, kind, shard),
+        _leave(shard, "attention_leave", hidden, "attention_output"),
+        _residual("attention_residual", elements),
+        *before_ffn,
+    ]
+    if moe is not None:
+        ops += expert_ops(model, moe, job, shard)
+    width = moe.shared_ffn_hidden_size if moe is not None else model.ffn_hidden_size
+    if width:
+        ops += [
+            _enter(shard, "ffn_enter", hidden, "ffn_in"),
+            *dense_ops(model, job, shard, width),
+            _leave(shard, "ffn_leave", hidden, "ffn_out"),
+        ]
+    rest = norms[1:] if model.parallel_block else norms[2:]
+    ops += [*rest, _residual("ffn_residual", elements)]
+    return Block(name="layer", ops=tuple(_with_adapters(job, ops)))
+
+
+def _with_adapters(job: TrainingJob, ops: list[Op]) -> list[Op]:
+    """Put low-rank adapters beside each weight: two thin products that train."""
+    rank = job.lora_rank
+    if rank is None:
+        return ops
+    adapted: list[Op] = []
+    for op in ops:
+        adapted.append(op)
+        if isinstance(op, Gemm) and op.weight and op.name != "router":
+            thin = {"module": op.module, "m": op.m, "count": op.count, "quantised": False}
+            adapted += [
+                Gemm(name=f"{op.name}_lora_a", n=rank, k=op.k, **thin),
+                Gemm(name=f"{op.name}_lora_b", n=op.n, k=rank, **thin),
+            ]
+    return adapted
+
+
+def _embedding(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
+    hidden = model.hidden_size
+    rows = per_rank(padded_rows(model, job.target, shard.tensor_parallel), shard.tensor_parallel)
+    elements = shard.tokens * hidden
+    trained = job.lora_rank is None
+    ops: list[Op] = [
+        MemoryPass(  # backward writes, and adds to the gradient, all rows of the table
+            name="look_up",
+            module="embedding",
+            forward=2 * HALF * elements,
+            backward=(2 * HALF * elements + 12 * rows * hidden) if trained else 0,
+            forward_kernels=2,
+            backward_kernels=3,
+        ),
+        _leave(shard, "embedding_leave", hidden, ""),
+    ]
+    if model.num_position_embeddings:
+        ops.append(_residual("positions", shard.outer_tokens * hidden))
+    if model.embedding_norm:
+        ops.append(_norm(job, "embedding_norm", shard.outer_tokens * hidden))
+    return Block(name="embedding", ops=tuple(ops))
+
+
+def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
+    rows = per_rank(padded_rows(model, job.target, shard.tensor_parallel), shard.tensor_parallel)
+    fused = job.switches.fused_cross_entropy or job.chunked_loss
+    forward, backward = _LOSS_BYTES[fused]
+    forward_kernels, backward_kernels = _LOSS_KERNELS[fused]
+    logits = shard.tokens * rows
+    return Block(
+        name="head",
+        ops=(
+            _norm(job, "final_norm", shard.outer_tokens * model.hidden_size),
+            _enter(shard, "head_enter", model.hidden_size, "logits"),
+            Gemm(
+                name="logits",
+                module="head",
+                m=shard.tokens,
+                n=rows,
+                k=model.hidden_size,
+                trained=job.lora_rank is None,
+                quantised=False,
+            ),
+            MemoryPass(
+                name="loss",
+                module="head",
+                forward=forward * logits,
+                backward=backward * logits,
+                forward_kernels=forward_kernels,
+                backward_kernels=backward_kernels,
+                cause="loss",
+            ),
+            Collective(  # maximum, target's logit and sum of exponentials: three numbers a token
+                name="loss_reduce",
+                module="head",
+                axis="tp",
+                group="tensor",
+                forward="all_reduce",
+                backward="",
+                payload=3 * FULL * shard.tokens,
+            ),
+        ),
+    )
