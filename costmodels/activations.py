@@ -223,13 +223,16 @@ class HeadBytes:
     Attributes:
         norm: Input and output of the final norm, until backward.
         saved: Logits that stay until backward.
-        peak: Logits and their gradients at the worst moment, `saved` included.
+        peak: Logits and their gradients at the worst moment of the loss, `saved` included.
+        gradient: The gradient of the logits in the activations' format, while the head runs
+            backward.
 
     """
 
     norm: Column
     saved: Column
     peak: Column
+    gradient: Column
 
 
 def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBytes:
@@ -251,6 +254,7 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
         norm=(3 if job.chunked_loss else 2) * stream,
         saved=saved * tokens * vocab,
         peak=per_logit * tokens * vocab * chunk,
+        gradient=element_bytes(job) * tokens * vocab * chunk,
     )
 
 

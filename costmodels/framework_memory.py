@@ -57,11 +57,14 @@ def communicator_bytes(
         + group(shared_embedding)
     )
     ranks = t.data_parallel * t.tensor_parallel * t.pipeline_parallel * t.context_parallel
-    return total + BEHAVIOURS[job.target].extra_groups * group(ranks)
+    behaviour = BEHAVIOURS[job.target]
+    messages = np.where(t.pipeline_parallel > 1, behaviour.message_groups * pair, 0.0)
+    return total + messages + behaviour.extra_groups * group(ranks)
 
 
 def fragmentation_fraction(job: TrainingJob, cluster: Cluster) -> float:
     """Return reserved but unused bytes per byte that comes and goes."""
-    expandable = job.switches.expandable_segments
+    habit = BEHAVIOURS[job.target].expandable_segments
+    expandable = job.switches.expandable_segments or habit
     key = "expandable_fragmentation_fraction" if expandable else "fragmentation_fraction"
     return cluster.profile.calibration[key]

@@ -178,7 +178,9 @@ def _fullest(
         found.append(layers)
         if waiting:
             loss = layers.logits + float(logits.peak[0])
-            found.append(replace(layers, logits=loss, transient=float(moving.head[0])))
+            found.append(replace(layers, logits=loss, transient=float(moving.always[0])))
+            output = layers.logits + float(logits.gradient[0])
+            found.append(replace(layers, logits=output, transient=float(moving.head[0])))
     return max(found, key=lambda parts: parts.reserved)
 
 
@@ -229,9 +231,7 @@ def _blocks_of_rank(
     return held
 
 
-def _kept_by_stage(
-    model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int
-) -> float:
+def _kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int) -> float:
     """Return what one micro-batch keeps in the layers of a stage; offloading leaves two layers."""
     kinds = layers_of_stage(model, layout, stage)
     by_kind = dict(zip(blocks.kinds, blocks.layer_bytes, strict=True))
@@ -265,14 +265,14 @@ def _step_bytes(
     blocks: BlockMemory,
     stages: Sequence[int],
 ) -> float:
-    """Return the fp32 copies of 16-bit gradients that some optimizers make of their shard."""
+    """Return the copies of 16-bit gradients that some optimizers make of their shard."""
     per_weight = bytes_per_weight(job)
-    casts = BEHAVIOURS[job.target].fp32_gradient_copy and per_weight.gradient < FP32_BYTES
-    if not casts or not per_weight.optimizer:
+    copies = BEHAVIOURS[job.target].step_bytes if per_weight.gradient < FP32_BYTES else 0
+    if not copies or not per_weight.optimizer:
         return 0.0
     held = _blocks_of_rank(model, layout, blocks, stages)
     states = sum(count * float(block.optimizer[0]) for block, count in held)
-    return states / per_weight.optimizer * FP32_BYTES
+    return states / per_weight.optimizer * copies
 
 
 FP32_BYTES = 4
@@ -352,7 +352,7 @@ def stage_memory(
         head=EndMemory(
             states=float(blocks.head.total[0]),
             kept=float(logits.norm[0] + logits.saved[0]) * grown,
-            transient=float(logits.peak[0] - logits.saved[0] + moving.head[0]) * grown,
+            transient=float(_head_transient(blocks)[0]) * grown,
         ),
         fixed=outside + float(moving.gathered[0]),
         transient=float(moving.layers[0]) * grown,
@@ -360,3 +360,10 @@ def stage_memory(
         moments=rank_moments(layout),
         capacity=cluster.usable_memory,
     )
+
+
+def _head_transient(blocks: BlockMemory) -> Column:
+    """Return what head and loss add beside saved logits: at the loss, or at the head's backward."""
+    logits, moving = blocks.head_bytes, blocks.transients
+    worst = np.maximum(logits.peak + moving.always, logits.gradient + moving.head)
+    return worst - logits.saved

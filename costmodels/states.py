@@ -6,8 +6,6 @@ LayoutTable and returns arrays with one value per layout (a single layout is a t
 """
 
 from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -102,7 +100,8 @@ def bytes_per_weight(job: TrainingJob) -> BytesPerWeight:
 
 def _gradient_bytes(job: TrainingJob, behaviour: FrameworkBehaviour) -> int:
     if job.grad_dtype is not None:
-        return 4 if job.grad_dtype == "fp32" else 2
+        fp32 = 6 if behaviour.fp32_gradients_beside else 4
+        return fp32 if job.grad_dtype == "fp32" else 2
     pure_16_bit = job.optimizer is Optimizer.ADAMW_BF16 and behaviour.master_is_parameter
     if pure_16_bit and job.target is not Target.NATIVE:
         return 2
@@ -165,10 +164,10 @@ def _block(
     table: LayoutTable,
     num_kv_heads: int,
     *,
-    sharded: Any,
-    replicated: Any,
-    key_value: Any = 0,
-    experts: Any = 0,
+    sharded: NDArray[np.int64] | int,
+    replicated: int,
+    key_value: int = 0,
+    experts: int = 0,
     adapters: float = 0.0,
 ) -> BlockStates:
     """Return the states of some weights; frozen under LoRA, where only adapters train."""
@@ -214,8 +213,6 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     whole = states.local_weights * per_weight.working
     stays = shards_weights & (table.pipeline_parallel > 1) & behaviour.keeps_gathered_in_pipeline
     parameters = states.parameters + np.where(stays, whole, 0)
-    copies = behaviour.low_precision_weight_copies * (job.precision in LOW_PRECISIONS)
-    parameters = parameters + np.where(shards_weights, 0, states.local_weights * copies)
     whole_gradients = states.local_weights * per_weight.gradient * (job.lora_rank is None)
     gradients = np.where(stays, whole_gradients, states.gradients)
     moves = table.offload_parameters.astype(bool)

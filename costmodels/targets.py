@@ -20,7 +20,9 @@ class FrameworkBehaviour:
     Attributes:
         bf16_gradient_bytes: Gradient accumulation format of bf16 (and fp8) training.
         fp16_gradient_bytes: The same under fp16.
-        fp32_gradient_copy: The optimizer casts 16-bit gradients of its shard to fp32 at the step.
+        fp32_gradients_beside: Under fp32 accumulation, 16-bit gradients exist too.
+        step_bytes: Copies of its shard's gradients that the optimizer makes at the step, beside
+            16-bit gradients (flattened, cast to fp32).
         master_is_parameter: ZeRO-3 shards hold the fp32 weight only; 16-bit copies exist while
             gathered (FSDP2).
         keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
@@ -32,7 +34,6 @@ class FrameworkBehaviour:
         unfused_gate: A gated activation keeps the activated gate beside its inputs.
         compiled_gate: The gate is fused when the model is compiled.
         low_precision_inputs: fp8 matrix products keep their inputs in fp8.
-        low_precision_weight_copies: Bytes of cached fp8 weights (both layouts) per weight.
         dummy_weight_gradients: A placeholder gradient stays allocated for each weight shape
             (Transformer Engine with fused weight-gradient accumulation).
         fused_weight_gradient: Weight gradients accumulate in the product; otherwise the largest
@@ -43,13 +44,16 @@ class FrameworkBehaviour:
         bucket_bytes: Communication buckets of gradients and weights.
         vocab_multiple: The vocabulary is padded to a multiple of this times the tensor axis.
         selective_modules: What `--recompute selective` means where no modules are named.
-        extra_groups: Communicators beside one per axis in use.
+        extra_groups: Communicators over all ranks, beside one per axis in use.
+        message_groups: Groups of two ranks that a pipeline's messages go through.
+        expandable_segments: The launcher turns the allocator's expandable segments on.
 
     """
 
     bf16_gradient_bytes: int
     fp16_gradient_bytes: int
-    fp32_gradient_copy: bool = False
+    fp32_gradients_beside: bool = False
+    step_bytes: int = 0
     master_is_parameter: bool = False
     keeps_gathered_in_pipeline: bool = False
     gathered_layers: int = 2
@@ -58,7 +62,6 @@ class FrameworkBehaviour:
     unfused_gate: bool = True
     compiled_gate: bool = True
     low_precision_inputs: bool = False
-    low_precision_weight_copies: int = 0
     dummy_weight_gradients: bool = False
     fused_weight_gradient: bool = False
     logit_peak_bytes: float = 14.0
@@ -68,6 +71,8 @@ class FrameworkBehaviour:
     vocab_multiple: int = 1
     selective_modules: tuple[str, ...] = ("core_attn",)
     extra_groups: int = 0
+    message_groups: int = 0
+    expandable_segments: bool = False
 
 
 BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
@@ -79,16 +84,18 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         master_is_parameter=True,
         saves_gathered_input=True,
     ),
-    # Megatron Core with Transformer Engine: fp32 main gradients under bf16, 16-bit ones under
-    # fp16; inputs gathered again; fused bias-SwiGLU, fused weight-gradient accumulation; the loss
-    # works in place on fp32 logits (fused: 2 + 4 bytes).
+    # Megatron Core with Transformer Engine. Gradients are reduced in bf16 in NVIDIA's recipes
+    # (Megatron Bridge, grad_reduce_in_fp32 off; peaks of its Moonlight and Qwen3 runs say so too);
+    # `--grad-dtype fp32` is Megatron-LM's accumulation in fp32. fp16 keeps 16-bit ones and casts at
+    # the step. Inputs are gathered again; bias-SwiGLU and weight-gradient accumulation are fused;
+    # the fused loss works in place on fp32 logits (2 + 4 bytes). fp8 keeps its weights in fp8, once
+    # per operand layout: what bf16 takes.
     Target.MEGATRON: FrameworkBehaviour(
-        bf16_gradient_bytes=4,
+        bf16_gradient_bytes=2,
         fp16_gradient_bytes=2,
-        fp32_gradient_copy=True,
+        step_bytes=4,
         unfused_gate=False,
         low_precision_inputs=True,
-        low_precision_weight_copies=2,
         dummy_weight_gradients=True,
         fused_weight_gradient=True,
         logit_peak_bytes=10.0,
@@ -97,8 +104,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         extra_groups=1,
     ),
     # torchtitan on FSDP2: fp32 shards, bf16 gathered, fp32 reduced gradients; with a pipeline
-    # nothing is resharded between micro-batches; eager loss holds bf16 and three fp32 tensors;
-    # selective recompute is its per-operation policy.
+    # nothing is resharded between micro-batches; selective recompute is its per-operation policy;
+    # its launcher turns expandable segments on.
     Target.TORCHTITAN: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
@@ -106,18 +113,26 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         keeps_gathered_in_pipeline=True,
         keeps_ends_gathered=True,
         saves_gathered_input=True,
+        fused_logit_peak_bytes=12.0,
         selective_modules=("per-op",),
+        expandable_segments=True,
     ),
-    # DeepSpeed ZeRO: 16-bit gradients, fp32 copy of the shard at the step, buckets of 5e8 values.
+    # DeepSpeed ZeRO: 16-bit gradients, flattened and cast to fp32 for the shard at the step; with
+    # fp32 accumulation both formats exist. Buckets of 5e8 values for reduction and gathering.
+    # Losses of its users are eager: 16-bit logits, fp32 ones, log-probabilities, gradients. Its
+    # pipeline sends through groups of two.
     Target.DEEPSPEED: FrameworkBehaviour(
         bf16_gradient_bytes=2,
         fp16_gradient_bytes=2,
-        fp32_gradient_copy=True,
+        fp32_gradients_beside=True,
+        step_bytes=6,
         saves_gathered_input=True,
-        bucket_bytes=2 * 500_000_000,
+        fused_logit_peak_bytes=14.0,
+        bucket_bytes=2 * 2 * 500_000_000,
         extra_groups=1,
+        message_groups=2,
     ),
-    # nanotron: fp32 gradient accumulation beside 16-bit gradients, eager SwiGLU, sharded loss.
+    # nanotron: fp32 gradient accumulation, eager SwiGLU, sharded loss.
     Target.NANOTRON: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,

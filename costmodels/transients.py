@@ -31,13 +31,15 @@ class Transients:
 
     Attributes:
         gathered: Weights that ZeRO-3 holds whole.
+        always: Buckets, placeholders and messages, whatever runs.
         layers: While a layer runs backward.
         recompute: The same where it is recomputed in full first.
-        head: While head and loss run, the logits apart.
+        head: While the head runs backward, the logits and their gradient apart.
 
     """
 
     gathered: Column
+    always: Column
     layers: Column
     recompute: Column
     head: Column
@@ -72,6 +74,7 @@ def transients(
     layers = always + gradients + largest + backward
     return Transients(
         gathered=_gathered(job, states, embedding, head),
+        always=always,
         layers=layers,
         recompute=layers + brought_back,
         head=always + _whole_gradients(job, table, head) + _largest_product(job, head),
