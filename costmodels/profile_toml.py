@@ -39,6 +39,8 @@ from costmodels.units import MIB
 __all__ = [
     "generation_constants",
     "make_cluster",  # what follows reading a profile
+    "profile_entries",
+    "profile_from_entries",
     "profile_from_toml",
     "profile_names",
     "read_profile",
@@ -69,13 +71,18 @@ def read_profile(name_or_path: str, overrides: Sequence[str] = ()) -> HardwarePr
 
     """
     text, where = _profile_source(name_or_path)
-    entries = _override(_parse(text, where), overrides)
-    return _build(entries, where)
+    return profile_from_entries(_override(_parse(text, where), overrides), where)
+
+
+def profile_entries(name_or_path: str) -> dict[str, Entry]:
+    """Return what the file of a machine says, one entry per dotted key, in the file's units."""
+    text, where = _profile_source(name_or_path)
+    return _parse(text, where)
 
 
 def profile_from_toml(text: str, where: str = "profile") -> HardwareProfile:
     """Return the machine that a TOML text describes; `where` opens error messages."""
-    return _build(_parse(text, where), where)
+    return profile_from_entries(_parse(text, where), where)
 
 
 def generation_constants(generation: str, where: str = "generation") -> dict[str, Entry]:
@@ -178,7 +185,8 @@ def _override_value(text: str, type_: ValueType) -> object:
         return text  # the check that follows names the key and what it takes
 
 
-def _build(entries: Mapping[str, Entry], where: str) -> HardwareProfile:
+def profile_from_entries(entries: Mapping[str, Entry], where: str = "profile") -> HardwareProfile:
+    """Return the machine that entries by dotted key describe, checked like a file's."""
     entries = {"device.usable_fraction": DEFAULT_USABLE, **entries}
     machine = {key: e for key, e in entries.items() if not key.startswith("constants.")}
     check(machine, MACHINE_KEYS, where)

@@ -51,9 +51,20 @@ def _machine_values(profile: HardwareProfile) -> Iterator[tuple[str, object]]:
     for key, kind in MACHINE_KEYS.items():
         value = values.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, Decimal(repr(value)) / kind.scale
+            yield key, _in_file(value, kind.scale)
         elif value is not None:
             yield key, value
+
+
+def _in_file(value: float, scale: Decimal) -> Decimal:
+    """Return a value in the file's unit, with no more digits than bring it back exactly."""
+    exact = Decimal(repr(value)) / scale
+    if isinstance(value, int):  # counts of bytes are rounded when they are read
+        for digits in range(1, 28):
+            short = Decimal(f"{exact:.{digits}g}")
+            if round(short * scale) == value:
+                return short
+    return exact
 
 
 def _link_values(link: Link) -> dict[str, object]:

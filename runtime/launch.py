@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -44,21 +45,31 @@ class _Child:
 
 
 def run_ranks(
-    work: Callable[[World], Result], num_ranks: int, *, timeout: float = 60.0
+    work: Callable[[World], Result],
+    num_ranks: int,
+    *,
+    timeout: float = 60.0,
+    device_type: str = "cpu",
 ) -> list[Result]:
-    """Run a function on each rank of a fresh gloo world and return what they return.
+    """Run a function on each rank of a fresh world and return what they return.
 
     Args:
         work: Called with the rank's world; returns something that JSON can carry.
         num_ranks: Processes to fork.
         timeout: Seconds after which all ranks are ended.
+        device_type: "cpu" (gloo), or "cuda" (NCCL, a GPU per rank; the caller must not have
+            touched the GPUs).
 
     Raises:
         RankFailedError: With the traceback of the first rank that failed.
 
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = [_fork(work, rank, num_ranks, store.port, timeout) for rank in range(num_ranks)]
+    limit = timedelta(seconds=timeout)
+    children = [
+        _fork(partial(_join_and_work, work, rank, num_ranks, store.port, limit, device_type), rank)
+        for rank in range(num_ranks)
+    ]
     try:
         _collect(children, time.monotonic() + timeout)
     finally:
@@ -73,27 +84,32 @@ def run_ranks(
     return [answer["result"] for answer in answers if answer is not None]
 
 
-def _fork(
-    work: Callable[[World], Result], rank: int, num_ranks: int, port: int, timeout: float
-) -> _Child:
+def _fork(task: Callable[[], Result], rank: int) -> _Child:
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _run_child(lambda: _join_and_work(work, rank, num_ranks, port, timeout), rank, writing)
+        _run_child(task, rank, writing)
     os.close(writing)
     return _Child(rank, pid, reading)
 
 
-def _join_and_work(
-    work: Callable[[World], Result], rank: int, num_ranks: int, port: int, timeout: float
+def _join_and_work(  # noqa: PLR0917  (bound by position, in one place)
+    work: Callable[[World], Result],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    limit: timedelta,
+    device_type: str,
 ) -> Result:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=timeout)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     with join(device=device, timeout=limit, store=store, rank=rank, world_size=num_ranks) as world:
         return work(world)
 
