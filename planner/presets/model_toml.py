@@ -16,7 +16,9 @@
     ffn_hidden_size = 1024
 
 `[latent_attention]` takes the fields of LatentAttention, `[rope_scaling]` the pairs of a config's
-rope_scaling. Everything else has ModelSpec's default, which is Llama. Unknown keys are refused.
+rope_scaling. A model with `num_position_embeddings` has no rotary positions unless `rope_theta` is
+given; `rope_theta = 0` means none (ALiBi). Everything else has ModelSpec's default, which is
+Llama. Unknown keys are refused.
 """
 
 import tomllib
@@ -46,6 +48,8 @@ def spec_from_toml(text: str, *, name: str, source: str) -> ModelSpec:
             table.setdefault("num_kv_heads", heads)
             if "head_dim" not in table:
                 table["head_dim"] = derived_head_dim(hidden, heads)
+        if table.get("rope_theta", 0 if "num_position_embeddings" in table else None) == 0:
+            table["rope_theta"] = None  # TOML has no null
         scaling = table.get("rope_scaling")
         if isinstance(scaling, dict):
             table["rope_scaling"] = [list(pair) for pair in sorted(scaling.items())]

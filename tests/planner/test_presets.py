@@ -172,6 +172,15 @@ factor = 4.0
     assert dict(model.rope_scaling) == {"factor": 4.0, "rope_type": "yarn"}
 
 
+def test_learned_positions_and_a_base_of_zero_mean_no_rotary_positions(tmp_path: Path) -> None:
+    assert toml_model(tmp_path, TOML).rope_theta == 10000
+    assert toml_model(tmp_path, TOML + "num_position_embeddings = 128\n").rope_theta is None
+    assert toml_model(tmp_path, TOML + "rope_theta = 0\n").rope_theta is None
+    both = toml_model(tmp_path, TOML + "num_position_embeddings = 128\nrope_theta = 5e5\n")
+    assert both.rope_theta == 5e5
+    assert read_model("175b").rope_theta is None
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
