@@ -76,6 +76,8 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
     efficiency = constants["gemm_efficiency"]
     relative = constants[f"{job.precision}_efficiency"] if low is not None else 1.0
     kernel = _KERNEL_RATE.get(attention_kernel(job), 1.0)
+    if job.precision is Precision.FP32:
+        kernel *= constants["fp32_attention"]
     intra, inter = profile.intra_node, profile.inter_node
     staged = 1.0 if intra.peer_access else constants["host_staging_share"]
     return Rates(
