@@ -55,7 +55,12 @@ def read_json(path: Path) -> object:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old text or the new one, never a part.
+    """Write a text file atomically, as UTF-8; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically: readers see the old content or the new one, never a part.
 
     Raises:
         ValueError: The file cannot be written; what stood there stays.
@@ -64,10 +69,10 @@ def write_text(path: Path, text: str) -> None:
     name = None
     try:
         with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+            dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:
             name = file.name
-            file.write(text)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)  # noqa: PTH101  # the temporary file was private
