@@ -139,11 +139,11 @@ class _Tally:
         shape = (NUM_PHASES, len(CAUSES), pricing.num_rows)
         self.exposed = np.zeros(shape)
         self.alone = np.zeros(shape)
-        self.kernels = np.zeros(NUM_PHASES)
+        self.kernels = np.zeros((NUM_PHASES, pricing.num_rows))
         self.modules = dict(pricing.recompute_modules)
 
     def add(
-        self, phase: int, cause: str, exposed: Value, kernels: int = 1, *, alone: Value = None
+        self, phase: int, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
     ) -> None:
         """Add seconds to a phase."""
         self.exposed[phase, _INDEX[cause]] += exposed
@@ -151,7 +151,7 @@ class _Tally:
         self.kernels[phase] += kernels
 
     def add_forward(
-        self, module: str, cause: str, exposed: Value, kernels: int = 1, *, alone: Value = None
+        self, module: str, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
     ) -> None:
         """Add forward seconds, and what running the op again costs."""
         self.add(FORWARD, cause, exposed, kernels, alone=alone)
@@ -164,7 +164,7 @@ class _Tally:
 
     def finish(self, host_launch: float) -> BlockCosts:
         """Add what waiting for the host's launches costs, and return the block's costs."""
-        waiting = self.kernels[:, None] * host_launch - self.exposed.sum(axis=1)
+        waiting = self.kernels * host_launch - self.exposed.sum(axis=1)
         waiting = np.maximum(waiting, 0.0)
         self.exposed[:, _INDEX["launch"]] += waiting
         self.alone[:, _INDEX["launch"]] += waiting
@@ -194,9 +194,9 @@ def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally) -> Non
     if ways is None:
         return
     cause = _CAUSE_OF_AXIS[op.axis]
-    tally.add_forward(op.module, cause, ways.exposed[0], int(bool(op.forward)), alone=ways.alone[0])
-    kernels = int(bool(op.backward))
-    tally.add(BACKWARD_INPUT, cause, ways.exposed[1], kernels, alone=ways.alone[1])
+    launches = [np.asarray(seconds) > 0 for seconds in ways.alone]
+    tally.add_forward(op.module, cause, ways.exposed[0], launches[0], alone=ways.alone[0])
+    tally.add(BACKWARD_INPUT, cause, ways.exposed[1], launches[1], alone=ways.alone[1])
 
 
 def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, rates: Rates) -> None:

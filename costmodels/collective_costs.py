@@ -80,8 +80,8 @@ def collective_seconds(
         across_share: Share of an all-to-all's copies that cross the network.
 
     """
-    if not kind:
-        return 0.0
+    if not kind or tiers.ranks.max(initial=1) == 1 or not np.any(payload):
+        return np.zeros(len(tiers.inner))
     links = {
         "payload": payload,
         "inner": tiers.inner,

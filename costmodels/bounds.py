@@ -1,0 +1,175 @@
+"""Lower bounds of a layout's step time and memory, for a whole table at once.
+
+Both hold for every way to split the layers over stages (at least one layer per stage, whole
+layers, model order) and for every `recompute_layers` of at least 1. They use the block costs of
+the exact estimate, so only three things are given up:
+
+    pipeline   `makespan_lower_bound`: sums over all stages, and what each partition must have
+    rest       the slowest rank's once-per-step work is at least that of the average rank. What is
+               exposed is convex in (communication, hidden_by), so by Jensen's inequality it is at
+               least what the average rank would expose
+    recompute  under full recomputation, one layer per stage, the cheapest kind; but the rest is
+               hidden by a backward that recomputes everything
+
+The last part in 10^9 is given away, so that rounding never lifts a bound over its exact value.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels import memory
+from costmodels.collective_costs import exposed_seconds
+from costmodels.estimate import stragglers
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout_costs import (
+    FULL_CODE,
+    BlockTimes,
+    LayoutCosts,
+    layout_costs,
+    rank_state_seconds,
+)
+from costmodels.layout_table import LayoutTable
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.overlap import overlap_of
+from costmodels.schedule import PipelineSums, makespan_lower_bound
+from costmodels.stages import ZERO_2
+
+Values = NDArray[np.float64]
+
+_ROUNDING = 1 - 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What no partition of a layout's layers goes below; one entry per layout.
+
+    Attributes:
+        step_seconds: Seconds of a step.
+        reserved_bytes: Bytes of the fullest rank.
+
+    """
+
+    step_seconds: Values
+    reserved_bytes: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Totals:
+    """Sums over all blocks of the network, in seconds of one micro-batch."""
+
+    forward: Values
+    backward_input: Values
+    backward_weight: Values
+    recompute: Values
+
+
+def bound_table(model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable) -> Bounds:
+    """Bound every layout of a table.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        cluster: The machine.
+        table: Layouts that the rules allow.
+
+    Raises:
+        ValueError: The device does not compute in the job's precision.
+
+    """
+    return Bounds(
+        step_seconds=time_lower_bound(model, job, cluster, table),
+        reserved_bytes=memory.memory_lower_bound(model, job, cluster, table),
+    )
+
+
+def time_lower_bound(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
+) -> Values:
+    """Return seconds that no partition of the layers goes below, one entry per layout."""
+    costs = layout_costs(model, job, cluster, table)
+    counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
+    totals = _totals(costs, counts)
+    sums = _pipeline_sums(costs, counts, totals, table)
+    pipeline = makespan_lower_bound(
+        table.schedule,
+        table.pipeline_parallel,
+        table.stages_per_rank,
+        table.num_micro_batches,
+        sums,
+    )
+    rest = _rest(job, costs, counts, totals, table)
+    overhead = cluster.profile.calibration["step_overhead"]
+    bound: Values = (pipeline + rest + overhead) * (1 + stragglers(cluster)) * _ROUNDING
+    return bound
+
+
+def _blocks(costs: LayoutCosts, counts: dict[LayerKind, int]) -> tuple[tuple[int, BlockTimes], ...]:
+    """Return every block of the network with its number."""
+    layers = tuple((counts[kind], times) for kind, times in costs.layers)
+    return ((1, costs.embedding), *layers, (1, costs.head))
+
+
+def _totals(costs: LayoutCosts, counts: dict[LayerKind, int]) -> _Totals:
+    blocks = _blocks(costs, counts)
+    recompute = sum(counts[kind] * times.recompute for kind, times in costs.layers)
+    return _Totals(
+        forward=np.asarray(sum(n * times.forward for n, times in blocks)),
+        backward_input=np.asarray(sum(n * times.backward_input for n, times in blocks)),
+        backward_weight=np.asarray(sum(n * times.backward_weight for n, times in blocks)),
+        recompute=np.asarray(recompute),
+    )
+
+
+def _pipeline_sums(
+    costs: LayoutCosts, counts: dict[LayerKind, int], totals: _Totals, table: LayoutTable
+) -> PipelineSums:
+    """Return what every partition has in common."""
+    layers = [times for _, times in costs.layers]
+    full = table.recompute == FULL_CODE
+    again = np.where(full, np.minimum.reduce([times.recompute for times in layers]), 0.0)
+    stages = table.pipeline_parallel * table.stages_per_rank
+    shares = [times.forward / times.total for times in (costs.embedding, *layers, costs.head)]
+    least = np.minimum.reduce([times.total for times in layers])
+    fullest = -(-sum(counts.values()) // table.pipeline_parallel)
+    backward = [times.backward_input + times.backward_weight for times in layers]
+    return PipelineSums(
+        forward=totals.forward,
+        backward_input=totals.backward_input + again * stages,
+        backward_weight=totals.backward_weight,
+        # Some rank holds at least the mean number of layers, rounded up; the last stage the head.
+        slowest_rank=np.maximum(fullest * least, costs.head.total + least) + again,
+        forward_share=np.maximum.reduce(shares),
+        smallest_forward=np.minimum.reduce([times.forward for times in layers]),
+        smallest_backward=np.minimum.reduce(backward) + again,
+        transfer=costs.hop,
+    )
+
+
+def _rest(
+    job: TrainingJob,
+    costs: LayoutCosts,
+    counts: dict[LayerKind, int],
+    totals: _Totals,
+    table: LayoutTable,
+) -> Values:
+    """Return what the average rank does once per step, at its best hidden."""
+    overlap = overlap_of(job)
+    parts = [
+        [n * part for part in rank_state_seconds(costs.states, times.weights)]
+        for n, times in _blocks(costs, counts)
+    ]
+    p = table.pipeline_parallel
+    reduce, gather, update = (np.asarray(sum(column)) / p for column in zip(*parts, strict=True))
+    backward = totals.backward_input + totals.backward_weight
+    backward = backward + np.where(table.recompute == FULL_CODE, totals.recompute, 0.0)
+    if overlap.reduces_each_micro_batch:
+        backward = backward * np.where(table.zero_stage == ZERO_2, table.num_micro_batches, 1)
+    if overlap.grad_reduce:
+        reduce = exposed_seconds(reduce, backward / p, costs.rates)
+    if overlap.param_gather:
+        gather = exposed_seconds(gather, totals.forward / p, costs.rates)
+    rest: Values = reduce + gather + update
+    return rest
