@@ -98,6 +98,7 @@ def _drop_no_op(node: Node) -> None:
     source = node.args[0] if node.args else None
     if isinstance(source, Node) and _is_no_op(node, source):
         node.replace_all_uses_with(source)
+        node.graph.erase_node(node)  # dead code elimination keeps what is marked as random
 
 
 def _is_no_op(node: Node, source: Node) -> bool:
