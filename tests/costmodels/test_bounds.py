@@ -110,7 +110,7 @@ def _random_layout(rng, model):
 
 @pytest.mark.parametrize("seed", range(150))
 def test_bound_is_not_above_the_estimate_of_any_partition(seed):
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311  (no secret)
     model = rng.choice([DENSE, EXPERTS, WINDOWED])
     layout = _random_layout(rng, model)
     shape = PipelineShape(
@@ -141,10 +141,10 @@ def test_bound_of_one_stage_is_the_estimate():
 
 
 def test_a_row_of_a_table_has_the_bound_of_its_layout_alone():
-    rng = random.Random(7)
+    rng = random.Random(7)  # noqa: S311  (no secret)
     cluster = make_cluster(read_profile("a100-sxm-80gb"), 32)
     layouts = [_random_layout(rng, EXPERTS) for _ in range(40)]
     job = TrainingJob(seq_len=4096, global_batch_size=64)
     whole = time_lower_bound(EXPERTS, job, cluster, table_of(layouts))
     alone = [time_lower_bound(EXPERTS, job, cluster, table_of([one]))[0] for one in layouts]
-    assert np.array_equal(whole, alone)
+    np.testing.assert_allclose(whole, alone, rtol=1e-12)
