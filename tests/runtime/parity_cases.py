@@ -1,0 +1,259 @@
+"""Models, layouts and the single-process truth of the parity suite.
+
+Layouts come from the planner's own space under the rules of the native runtime, so that whatever
+the search may choose is what is checked.
+"""
+
+import copy
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import torch
+from parity import gradient_errors, sgd_step, weight_errors, worst
+from torch.nn import functional
+
+from costmodels.hardware import Cluster
+from costmodels.job import Precision, TrainingJob
+from costmodels.layout import Layout, Recompute, split_layers
+from costmodels.model import ModelSpec
+from costmodels.profile_toml import read_profile
+from planner.constraints import Constraints
+from planner.space import legal_table, space_of
+from runtime.capture import capture
+from runtime.data import share_of
+from runtime.executor import Executor
+from runtime.lower import lower_captured, program_of
+from runtime.models import build_model
+from runtime.program import IGNORED_LABEL, materialise
+from runtime.zero import Precisions, ShardedStates
+
+SEQ_LEN, BATCH, STEPS, RATE = 12, 32, 3, 0.5
+JOB = TrainingJob(seq_len=SEQ_LEN, global_batch_size=BATCH, precision=Precision.FP32)
+
+_SHAPE = {
+    "hidden_size": 24,
+    "num_layers": 8,
+    "num_attention_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 4,
+    "ffn_hidden_size": 40,
+    "vocab_size": 67,  # a prime: no tensor-parallel degree divides it
+    "training_seq_len": SEQ_LEN,
+}
+MODELS = {
+    "qwen2-untied": ModelSpec(name="qwen2-untied", architecture="qwen2", qkv_bias=True, **_SHAPE),
+    "qwen3-tied": ModelSpec(
+        name="qwen3-tied", architecture="qwen3", qk_norm="per-head", tied_embeddings=True, **_SHAPE
+    ),
+    "gpt2-tied": ModelSpec(
+        name="gpt2-tied",
+        architecture="gpt2",
+        norm="layernorm",
+        gated_ffn=False,
+        activation="gelu_new",
+        tied_embeddings=True,
+        num_position_embeddings=SEQ_LEN,
+        rope_theta=None,
+        qkv_bias=True,
+        attention_output_bias=True,
+        ffn_bias=True,
+        **{**_SHAPE, "num_kv_heads": 8, "head_dim": 3},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What one process computes in one step."""
+
+    loss: float
+    gradients: dict
+    weights: dict
+
+
+def initial(name, shape, dtype=torch.float64):
+    """Values that depend on the name alone: no zero biases, no norm weights of one."""
+    generator = torch.Generator().manual_seed(sum((i + 1) * ord(c) for i, c in enumerate(name)))
+    noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    is_norm = len(shape) == 1 and name.endswith("weight")
+    return ((1 + noise / 4) if is_norm else noise / 5).to(dtype)
+
+
+@cache
+def global_batch(vocab_size):
+    """One step's sequences; ignored labels lie unevenly, one sequence is ignored whole."""
+    generator = torch.Generator().manual_seed(11)
+    tokens = torch.randint(0, vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for row in range(BATCH):
+        labels[row, : (row * row) % SEQ_LEN] = IGNORED_LABEL
+    labels[5] = IGNORED_LABEL
+    return tokens[:, :-1].contiguous(), labels
+
+
+def micro_batches(vocab_size, layout, data_rank):
+    """Return a data rank's share of the step."""
+    share = share_of(BATCH, layout.data_parallel, data_rank)
+    ids, labels = (whole[share.start : share.stop] for whole in global_batch(vocab_size))
+    size = layout.micro_batch_size
+    return [
+        {"input_ids": i, "labels": t}
+        for i, t in zip(ids.split(size), labels.split(size), strict=True)
+    ]
+
+
+def build_reference(name, dtype):
+    """Return the plain module with its values, and its parameters by name."""
+    module = build_model(MODELS[name], seq_len=SEQ_LEN, dtype=dtype, device="cpu")
+    named = dict(module.named_parameters())
+    for key, parameter in named.items():
+        parameter.data = initial(key, parameter.shape, dtype)
+    return module, named
+
+
+def reference_loss(module, vocab_size):
+    """Return the mean loss of a step as plain torch computes it, over the whole batch at once."""
+    ids, labels = global_batch(vocab_size)
+    positions = torch.arange(SEQ_LEN).expand(BATCH, -1)
+    logits = module(input_ids=ids, position_ids=positions)
+    return functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL
+    )
+
+
+@cache
+def sgd_truth(name):
+    """Return what one process computes in each of the SGD steps, in fp32."""
+    module, named = build_reference(name, torch.float32)
+    truths = []
+    for _ in range(STEPS):
+        loss = reference_loss(module, MODELS[name].vocab_size)
+        loss.backward()
+        gradients = {key: p.grad.clone() for key, p in named.items()}
+        sgd_step(named.values(), RATE)
+        weights = {key: p.detach().clone() for key, p in named.items()}
+        truths.append(Truth(loss=loss.item(), gradients=gradients, weights=weights))
+    return tuple(truths)
+
+
+@cache
+def _captured(name, dtype):
+    module = build_model(MODELS[name], seq_len=SEQ_LEN, dtype=dtype)
+    return capture(module, dtype=dtype)
+
+
+def lowered(name, layout, dtype=torch.float32):
+    """Return the model's graph after all passes, captured once per model."""
+    return lower_captured(copy.deepcopy(_captured(name, dtype)), JOB, layout)
+
+
+def start(world, graph, layout, dtype=torch.float32):
+    """Return this rank's mesh, states, executor and program, with the suite's values."""
+    mesh = world.mesh(layout)
+    program = program_of(graph, layout, mesh)
+    materialise(program, lambda shard: initial(shard.name, shard.global_shape, dtype))
+    states = ShardedStates(program, mesh, Precisions(gradients=dtype, master=dtype))
+    return mesh, states, Executor(program, mesh, states), program
+
+
+def layouts(name, num_ranks):
+    """Return every layout of a model on some ranks that the search may choose for the runtime.
+
+    Both nodes of all ranks and of half of them, which gives HSDP its smaller groups; four or
+    eight micro-batches; uneven stages where layers do not divide.
+    """
+    found = {}
+    for per_node in {num_ranks, max(num_ranks // 2, 1)}:
+        cluster = Cluster(
+            profile=read_profile("cpu-gloo"), num_gpus=num_ranks, gpus_per_node=per_node
+        )
+        table = legal_table(space_of(MODELS[name], JOB, cluster, Constraints(runnable=True)))
+        for row in range(len(table)):
+            if table.num_micro_batches[row] in (4, 8):
+                layout = _with_layers(table, row)
+                found[layout] = None
+    return list(found)
+
+
+def _with_layers(table, row):
+    stages = int(table.pipeline_parallel[row] * table.stages_per_rank[row])
+    layers = split_layers(8, stages)
+    if stages == 2 and row % 2:
+        layers = (3, 5)
+    full = table.recompute[row] == list(Recompute).index(Recompute.FULL)
+    return table.layout(row, layers, int(full and row % 3 == 0 and min(layers)))
+
+
+def pairwise(candidates):
+    """Return a small subset in which every pair of choices of the candidates still occurs."""
+    waiting = {layout: _pairs(layout) for layout in candidates}
+    missing, chosen = set().union(*waiting.values()) if waiting else set(), []
+    while missing:
+        best = max(waiting, key=lambda layout: len(waiting[layout] & missing))
+        chosen.append(best)
+        missing -= waiting.pop(best)
+    return chosen
+
+
+def _pairs(layout):
+    choices = {
+        "tp": layout.tensor_parallel,
+        "dp": layout.data_parallel,
+        "pp": layout.pipeline_parallel,
+        "vpp": layout.stages_per_rank,
+        "zero": layout.zero_stage,
+        "group": layout.zero_group,
+        "schedule": layout.schedule,
+        "recompute": (layout.recompute, layout.recompute_layers > 0),
+        "sp": layout.sequence_parallel,
+    }
+    return set(combinations(choices.items(), 2))
+
+
+def sgd_errors(world, name, graph, layout):
+    """Return the worst error of each kind over the steps, against one process."""
+    mesh, states, executor, _ = start(world, graph, layout)
+    worst_of = {"loss": 0.0, "gradient": 0.0, "update": 0.0}
+    before = {key: initial(key, w.shape) for key, w in sgd_truth(name)[0].weights.items()}
+    for truth in sgd_truth(name):
+        loss = executor.run(micro_batches(MODELS[name].vocab_size, layout, mesh.coordinate("dp")))
+        gradient, _ = worst(gradient_errors(states, mesh, truth.gradients))
+        for bucket in states.buckets:
+            bucket.master.sub_(RATE * bucket.gradients)
+        states.clear_gradients()
+        states.publish()
+        update = _worst_update(states, mesh, before, truth)
+        before = truth.weights
+        for kind, error in (
+            ("loss", abs(loss.item() - truth.loss)),
+            ("gradient", gradient),
+            ("update", update),
+        ):
+            worst_of[kind] = max(worst_of[kind], error)
+    return worst_of
+
+
+def _worst_update(states, mesh, before, truth):
+    """Return the largest error of an update over the largest update of its tensor.
+
+    Weights round to their own spacing in each step, whatever the size of the update: a few units
+    in the last place are no error.
+    """
+    worst_error = 0.0
+    for key, error in weight_errors(states, mesh, truth.weights).items():
+        after = truth.weights[key]
+        rounding = 2 * STEPS * torch.finfo(after.dtype).eps * float(after.abs().max())
+        moved = float((after - before[key]).abs().max())
+        worst_error = max(worst_error, (error - rounding) / max(moved, 1e-3))
+    return worst_error
+
+
+def describe(layout: Layout):
+    """Name a layout in a failure."""
+    return (
+        f"dp{layout.data_parallel} tp{layout.tensor_parallel} pp{layout.pipeline_parallel} "
+        f"vpp{layout.stages_per_rank} {layout.schedule} zero{layout.zero_stage}"
+        f"/{layout.zero_group} sp={layout.sequence_parallel} m{layout.num_micro_batches} "
+        f"{layout.recompute} {layout.recompute_layers} {layout.layers_per_stage}"
+    )
