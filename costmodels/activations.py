@@ -245,8 +245,10 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
     tokens = tokens_per_rank(job, table)
     shards = np.where(table.sequence_parallel == 1, table.tensor_parallel, 1)
     stream = element_bytes(job) * tokens * model.hidden_size / shards
-    vocab = padded_vocab_size(model, job, table.tensor_parallel) / table.tensor_parallel
     fused = job.switches.fused_cross_entropy
+    whole_rows = behaviour.gathers_logits and not fused
+    vocab_shards = 1 if whole_rows else table.tensor_parallel
+    vocab = padded_vocab_size(model, job, table.tensor_parallel) / vocab_shards
     per_logit = behaviour.fused_logit_peak_bytes if fused else behaviour.logit_peak_bytes
     chunk = 1 / CHUNKS_OF_LOSS if job.chunked_loss else 1.0
     saved = 0.0 if job.chunked_loss else behaviour.logit_saved_bytes

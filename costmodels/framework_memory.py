@@ -6,11 +6,13 @@ more. NVIDIA/nccl#964 measured 544 MB for a group of two and 688 MB for larger o
 Fragmentation: a caching allocator hands out blocks of the sizes it once cut; what comes and goes
 (activations, logits, gathered weights, gradients in flight) leaves holes, states do not:
 
-    reserved = allocated + fraction * (allocated - states) + communicators + context
+    reserved = allocated + fraction * (allocated - states) + cached + communicators + context
 
 Measured on eight B200 (SimuMax, public logs), reserved less allocated is 0.21-0.39 of what comes
-and goes, 0.28 on average, with room to spare. Expandable segments map memory page by page and
-leave next to none.
+and goes, 0.28 on average, with room to spare. Much of that is cache: when the driver refuses more
+memory, the allocator gives free blocks back and tries again, so that a card near its limit shows
+less (13B and 65B runs on A100 that completed, arXiv:2311.05610). Expandable segments map memory
+page by page and leave next to none.
 """
 
 import numpy as np
@@ -63,8 +65,24 @@ def communicator_bytes(
 
 
 def fragmentation_fraction(job: TrainingJob, cluster: Cluster) -> float:
-    """Return reserved but unused bytes per byte that comes and goes."""
-    habit = BEHAVIOURS[job.target].expandable_segments
-    expandable = job.switches.expandable_segments or habit
+    """Return reserved but unused bytes per byte that comes and goes, which a full card still pays."""
+    expandable = job.switches.expandable_segments or BEHAVIOURS[job.target].expandable_segments
     key = "expandable_fragmentation_fraction" if expandable else "fragmentation_fraction"
     return cluster.profile.calibration[key]
+
+
+def cached_bytes(job: TrainingJob, cluster: Cluster, coming_and_going: float, room: float) -> float:
+    """Return what the allocator keeps on top while there is room, and gives back when there is not.
+
+    Args:
+        job: Whose switches and target say whether segments expand.
+        cluster: Its constants and capacity.
+        coming_and_going: Bytes of activations, logits and transients.
+        room: Bytes that are left of the card.
+
+    """
+    if job.switches.expandable_segments or BEHAVIOURS[job.target].expandable_segments:
+        return 0.0
+    constants = cluster.profile.calibration
+    wanted = constants["cached_fraction"] * coming_and_going
+    return min(wanted, constants["cached_share_of_room"] * max(room, 0.0))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from costmodels.activations import HeadBytes, LayerBytes, head_bytes, layer_bytes
 from costmodels.framework_memory import (
+    cached_bytes,
     communicator_bytes,
     context_bytes,
     fragmentation_fraction,
@@ -104,13 +105,12 @@ def estimate_memory(
     """
     blocks = block_memory(model, job, cluster, table_of([layout]), layout.recompute_modules)
     moments = rank_moments(layout)
-    fraction = fragmentation_fraction(job, cluster)
     ranks = tuple(
         _reserved(
+            job,
+            cluster,
             _fullest(model, job, layout, blocks, rank, moments[rank]),
-            fraction,
-            communication=float(blocks.communication[0]),
-            outside=context_bytes(cluster) + job.memory_taken,
+            float(blocks.communication[0]),
         )
         for rank in range(layout.pipeline_parallel)
     )
@@ -185,13 +185,16 @@ def _fullest(
 
 
 def _reserved(
-    parts: MemoryParts, fraction: float, *, communication: float, outside: float
+    job: TrainingJob, cluster: Cluster, parts: MemoryParts, communication: float
 ) -> MemoryParts:
     """Add to an allocator's parts what the card holds beside them."""
     coming_and_going = parts.activations + parts.logits + parts.transient
-    return replace(
-        parts, communication=communication, framework=outside + fraction * coming_and_going
-    )
+    outside = context_bytes(cluster) + job.memory_taken
+    outside += fragmentation_fraction(job, cluster) * coming_and_going
+    demand = replace(parts, communication=communication, framework=outside)
+    room = cluster.usable_memory - demand.reserved
+    cached = cached_bytes(job, cluster, coming_and_going, room)
+    return replace(demand, framework=outside + cached)
 
 
 def layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[LayerKind, ...]:

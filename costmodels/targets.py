@@ -40,6 +40,8 @@ class FrameworkBehaviour:
             one exists twice for a moment.
         logit_peak_bytes: Bytes per logit at the worst moment of head and loss, unfused loss.
         fused_logit_peak_bytes: The same with a fused or compiled loss.
+        gathers_logits: An unfused loss works on the whole vocabulary on every tensor-parallel rank
+            (torch's cross entropy, which knows no cut vocabulary).
         logit_saved_bytes: Bytes per logit that stay from forward to backward.
         bucket_bytes: Communication buckets of gradients and weights.
         vocab_multiple: The vocabulary is padded to a multiple of this times the tensor axis.
@@ -67,6 +69,7 @@ class FrameworkBehaviour:
     logit_peak_bytes: float = 14.0
     fused_logit_peak_bytes: float = 6.0
     logit_saved_bytes: float = 4.0
+    gathers_logits: bool = False
     bucket_bytes: int = 0
     vocab_multiple: int = 1
     selective_modules: tuple[str, ...] = ("core_attn",)
@@ -127,7 +130,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         fp32_gradients_beside=True,
         step_bytes=6,
         saves_gathered_input=True,
-        fused_logit_peak_bytes=14.0,
+        fused_logit_peak_bytes=12.0,
+        gathers_logits=True,
         bucket_bytes=2 * 2 * 500_000_000,
         extra_groups=1,
         message_groups=2,
@@ -146,6 +150,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         master_is_parameter=True,
         keeps_ends_gathered=True,
         saves_gathered_input=True,
+        gathers_logits=True,
         bucket_bytes=25 * MIB,
     ),
 }

@@ -152,12 +152,13 @@ def _switches(row: Row, tags: frozenset[str]) -> Switches:
     default = "flash-2" if row["flash"] != "0" else "fused-softmax"
     kernel = next((tag for tag in kernels if tag in tags), default)
     dispatch = next((tag for tag in ("deepep", "hybridep") if tag in tags), "alltoall")
-    # Next to a stated kernel, a missing fused-rmsnorm means that the norm is not fused.
+    # Next to a stated kernel, what is not tagged as fused is not: norms, the loss.
     states_kernel = kernel in tags
     graphs = True if "cuda-graphs" in tags else False if "no-cuda-graphs" in tags else None
     return Switches(
         attention_kernel=kernel,
         fused_norm=not states_kernel or "fused-rmsnorm" in tags,
+        fused_cross_entropy=not states_kernel or "fused-cross-entropy" in tags,
         overlap_grad_reduce="no-comm-overlap" not in tags,
         overlap_tensor_parallel="async-tp" in tags,
         overlap_expert_parallel="ep-overlap" in tags,
