@@ -34,6 +34,7 @@ class ValueType(Enum):
     """What a key holds, in the words of messages."""
 
     NUMBER = "a positive finite number"
+    CONSTANT = "a finite number of at least 0"
     COUNT = "a whole number above 0"
     FLAG = "true or false"
     NAME = "a short name of letters, digits and . _ + -"
@@ -188,7 +189,8 @@ def checked_value(name: str, key: Key, value: object, where: str) -> Decimal | b
     number = _decimal(value, f"{where}: {name}")
     # Both ends of the float range: a number that SI units turn into 0 or infinity is none.
     size = float(number) * float(key.scale)
-    if number <= 0 or not math.isfinite(size) or size == 0:
+    is_zero = key.type is ValueType.CONSTANT and number == 0
+    if not is_zero and (number <= 0 or not math.isfinite(size) or size == 0):
         raise ValueError(message)
     if key.type is ValueType.COUNT and number != number.to_integral_value():
         raise ValueError(message)

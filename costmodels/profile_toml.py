@@ -51,7 +51,7 @@ MAX_FILE_BYTES = MIB  # a profile is a few KiB; anything near this is some other
 DEFAULT_USABLE = Entry(
     value=Decimal("0.99"), kind="chosen", source="about 1 % stays with the driver"
 )
-_CONSTANT = Key(type=ValueType.NUMBER, required=False)
+_CONSTANT = Key(type=ValueType.CONSTANT, required=False)
 
 
 def profile_names() -> tuple[str, ...]:

@@ -125,6 +125,12 @@ def test_a_constant_of_a_generation_needs_a_source(common_constants):
         generation_constants("hopper")
 
 
+def test_a_constant_may_be_zero_but_not_negative(common_constants):
+    assert profile_from_toml(BARE + "[constants]\ntile_rows = 0\n").calibration["tile_rows"] == 0
+    with pytest.raises(ValueError, match="tile_rows must be a finite number of at least 0, not -1"):
+        profile_from_toml(BARE + "[constants]\ntile_rows = -1\n")
+
+
 def test_set_overrides_the_keys_of_the_contract():
     profile = read_profile(
         "h100-sxm-80gb",
