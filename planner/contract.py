@@ -3,13 +3,12 @@
 GiB and GPU-level figures are made here and nowhere else; everything before is SI.
 """
 
-from costmodels.memory import padded_vocab_size
-
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from costmodels.parameters import num_active_parameters, num_parameters
+from costmodels.states import padded_vocab_size
 from costmodels.terms import MemoryEstimate, MemoryParts, TimeEstimate
 from costmodels.units import GIB, TFLOP
 from planner.codec import Json, encode
@@ -38,7 +37,9 @@ def judgement_json(
             "name": model.name,
             "num_parameters": num_parameters(model),
             "num_active_parameters": num_active_parameters(model),
-            "padded_vocab_size": padded_vocab_size(model, job, judgement.layout),
+            "padded_vocab_size": int(
+                padded_vocab_size(model, job, judgement.layout.tensor_parallel)
+            ),
         },
         "hardware": {
             "name": cluster.profile.name,
