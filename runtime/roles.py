@@ -19,8 +19,10 @@ from enum import StrEnum
 import torch
 from torch.fx import GraphModule, Node
 
+from runtime.ops import norm
+
 _aten = torch.ops.aten
-_NORMS = (_aten.rms_norm.default, _aten.layer_norm.default, _aten.mean.dim)
+_NORMS = (norm.rms_norm, _aten.rms_norm.default, _aten.layer_norm.default, _aten.mean.dim)
 _SPLITS = (_aten.split.Tensor, _aten.chunk.default, _aten.split_with_sizes.default)
 # Width of what linear layers make: [batch, length, features]. A norm over such a value mixes all
 # features; a norm over [batch, length, heads, width] works on each head alone.

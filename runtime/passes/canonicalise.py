@@ -5,6 +5,7 @@
     view -> addmm(bias, x, weight) -> view        linear(x, t(weight), bias)
     sdpa(q, k, v, attn_mask=causal mask)          sdpa(q, k, v, is_causal=True)
     sdpa(q, repeat(k), repeat(v))                 sdpa(q, k, v, enable_gqa=True)
+    aten.rms_norm over the last dim               ops.norm.rms_norm, which keeps less
 
 A mask is proved causal by computing it: the nodes that make it hold no weights, so they run on a
 small batch whose positions count from 0.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 
+from runtime.ops import norm
 from runtime.passes.pipeline import LoweringContext, all_nodes
 
 _aten = torch.ops.aten
@@ -43,6 +45,8 @@ def canonicalise(graph: GraphModule, context: LoweringContext) -> GraphModule:
             _merge_linear(graph.graph, node)
         elif node.target is _ATTENTION:
             _normalise_attention(graph, node)
+        elif node.target is _aten.rms_norm.default and _is_weighted_norm(node):
+            node.target = norm.rms_norm
     graph.graph.eliminate_dead_code()
     return graph
 
@@ -133,6 +137,14 @@ def _merge_linear(graph: fx.Graph, node: Node) -> None:
     turned.meta = {"val": weight.meta["val"].t(), "module": node.meta["module"]}
     linear.meta = dict(result.meta)
     result.replace_all_uses_with(linear)
+
+
+def _is_weighted_norm(node: Node) -> bool:
+    """Tell whether a norm has a weight, an epsilon and one dim."""
+    match node.args:
+        case (_, [_], Node(), float()):
+            return True
+    return False
 
 
 # Attention.

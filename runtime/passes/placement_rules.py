@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from runtime import collectives
+from runtime.ops import norm
 from runtime.passes.placements import (
     Partial,
     Placement,
@@ -326,6 +327,7 @@ _RULES: dict[object, Rule] = {
     _aten.embedding.default: _embedding,
     _aten.cross_entropy_loss.default: _cross_entropy,
     _aten.rms_norm.default: _norm,
+    norm.rms_norm: _norm,
     _aten.layer_norm.default: _norm,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.view.default: _reshape,

@@ -1,0 +1,86 @@
+"""RMSNorm that keeps only its input and one statistic per row, on every device.
+
+    r = 1 / sqrt(mean(x^2) + eps)          y = x * r * w
+    dx = r * (g w - x r^2 mean(g w x))     dw = sum over rows of g x r
+
+torch's own `rms_norm` does so on CUDA; on the CPU it is a chain of operations that keeps several
+fp32 copies. As an operator of our own it is one node in a graph, keeps the same values everywhere
+and has a shape rule, so that a dry run sees what a GPU would hold.
+
+Source: Zhang and Sennrich, arXiv:1910.07467, equation 4.
+"""
+
+# ruff: noqa: ANN401  (autograd contexts take any attribute)
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+@custom_op("meshwright::rms_norm", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the normalised tensor and r [..., 1] in fp32 or wider."""
+    if x.is_cuda:
+        fused = torch.ops.aten._fused_rms_norm  # noqa: SLF001 (what torch's rms_norm calls)
+        normed, scale = fused(x, list(weight.shape), weight, epsilon)
+        return normed, scale
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    scale.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (wide * scale * weight).to(x.dtype), scale
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    del weight, epsilon
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
+
+
+@custom_op("meshwright::rms_norm_backward", mutates_args=())
+def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of input and weight."""
+    normed = x * scale
+    weighted = gradient * weight
+    rows = (weighted * normed).mean(-1, keepdim=True, dtype=scale.dtype)
+    of_input = scale * (weighted - normed * rows)
+    of_weight = (gradient * normed).flatten(0, -2).sum(0)
+    return of_input.to(x.dtype), of_weight.to(weight.dtype)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    del gradient, scale
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+
+
+def _differentiate(
+    ctx: Any, gradient: Tensor, of_scale: Tensor | None
+) -> tuple[Tensor, Tensor, None]:
+    del of_scale  # the statistic is not differentiable by contract: nobody else reads it
+    of_input, of_weight = _backward(gradient, *ctx.saved_tensors)
+    return of_input, of_weight, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def rms_norm(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Tensor:
+    """Return x / rms(x) * weight over the last dim; the arguments are those of torch's.
+
+    Args:
+        x: [..., H].
+        shape: [H].
+        weight: [H].
+        epsilon: Added to the mean of squares.
+
+    """
+    assert list(shape) == [x.shape[-1]], f"rms_norm over {shape} of {tuple(x.shape)}"
+    normed: Tensor = _forward(x, weight, epsilon)[0]
+    return normed
