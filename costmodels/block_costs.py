@@ -46,6 +46,7 @@ _ATTENTION_KERNELS = (1, 3)
 # Bytes that quantising one element moves: read 16 bits, write 8 twice. Kind: chosen.
 _CAST_BYTES = 4
 _HALF = 2
+_LINE_ELEMENTS = 64  # 16-bit elements of a 128-byte line
 # fp32 gradients are read, added to and written once per micro-batch.
 _ACCUMULATE_BYTES = 8
 
@@ -103,6 +104,7 @@ def _gemm_seconds(workload: Workload, pricing: Pricing) -> dict[int, Seconds]:
     ops = [op for block in workload.blocks for op in block.ops if isinstance(op, Gemm)]
     shapes = np.empty((4, 3 * len(ops), rows))
     low = np.array([op.quantised for op in ops for _ in range(3)])[:, None]
+    rate = np.repeat([_alignment(op, rates) * np.ones(rows) for op in ops], 3, axis=0)
     for i, op in enumerate(ops):
         m = op.m * (rates.imbalance if op.module == "moe" and op.name != "router" else 1.0)
         orders = (
@@ -122,7 +124,7 @@ def _gemm_seconds(workload: Workload, pricing: Pricing) -> dict[int, Seconds]:
         count=count,
         element_bytes=_HALF,
         peak=np.where(low, rates.low_peak, rates.peak),
-        gemm_efficiency=np.where(low, rates.low_gemm_efficiency, rates.gemm_efficiency),
+        gemm_efficiency=rate * np.where(low, rates.low_gemm_efficiency, rates.gemm_efficiency),
         k_fill=np.where(low, rates.low_k_fill, rates.k_fill),
         num_sms=rates.num_sms,
         memory_bandwidth=rates.memory_bandwidth,
@@ -132,6 +134,16 @@ def _gemm_seconds(workload: Workload, pricing: Pricing) -> dict[int, Seconds]:
     return {id(op): seconds[3 * i : 3 * i + 3] for i, op in enumerate(ops)}
 
 
+def _alignment(op: Gemm, rates: Rates) -> Value:
+    """Return the relative rate of a product by the alignment of its matrices' rows.
+
+    Tensor cores want rows of whole 128-byte lines. Source: NVIDIA, "Matrix Multiplication
+    Background User's Guide" (DU-10801-001), section 2.
+    """
+    misaligned = (op.n % _LINE_ELEMENTS != 0) | (op.k % _LINE_ELEMENTS != 0)
+    return np.where(misaligned, rates.misaligned, 1.0)
+
+
 class _Tally:
     """Seconds of one block while its ops are priced."""
 
@@ -139,6 +151,7 @@ class _Tally:
         shape = (NUM_PHASES, len(CAUSES), pricing.num_rows)
         self.exposed = np.zeros(shape)
         self.alone = np.zeros(shape)
+        self.waits = np.zeros((NUM_PHASES, 1))
         self.kernels = np.zeros((NUM_PHASES, pricing.num_rows))
         self.modules = dict(pricing.recompute_modules)
 
@@ -162,9 +175,13 @@ class _Tally:
             self.alone[SELECTIVE, _INDEX[cause]] += share * (exposed if alone is None else alone)
             self.kernels[SELECTIVE] += share * kernels
 
+    def wait_for_device(self, seconds: float) -> None:
+        """Let the host read a result of the device in forward, and when that runs again."""
+        self.waits[[FORWARD, RECOMPUTE]] += seconds
+
     def finish(self, host_launch: float) -> BlockCosts:
         """Add what waiting for the host's launches costs, and return the block's costs."""
-        waiting = self.kernels * host_launch - self.exposed.sum(axis=1)
+        waiting = self.kernels * host_launch + self.waits - self.exposed.sum(axis=1)
         waiting = np.maximum(waiting, 0.0)
         self.exposed[:, _INDEX["launch"]] += waiting
         self.alone[:, _INDEX["launch"]] += waiting
@@ -202,19 +219,21 @@ def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally) -> Non
 def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, rates: Rates) -> None:
     forward, to_input, to_weight = seconds
     cause = "matmul" if op.module != "core_attn" else "attention"
-    tally.add_forward(op.module, cause, forward)
-    tally.add(BACKWARD_INPUT, cause, to_input)
+    # Grouped products are one launch per expert (Transformer Engine, on several streams).
+    launches = op.count if op.weight else 1
+    tally.add_forward(op.module, cause, forward, launches)
+    tally.add(BACKWARD_INPUT, cause, to_input, launches)
     if not op.weight:
         tally.add(BACKWARD_INPUT, cause, to_weight)
     elif op.trained:
-        tally.add(BACKWARD_WEIGHT, cause, to_weight)
+        tally.add(BACKWARD_WEIGHT, cause, to_weight, launches)
         accumulate = _moved_seconds(_ACCUMULATE_BYTES * op.n * op.k * op.count, 0, rates)
         tally.add(BACKWARD_WEIGHT, "memory_bound", accumulate, 0)
     if rates.casts and op.quantised:
         inputs = _CAST_BYTES * op.m * op.k * op.count
         gradients = _CAST_BYTES * op.m * op.n * op.count
-        tally.add_forward(op.module, "memory_bound", _moved_seconds(inputs, 1, rates), 2)
-        tally.add(BACKWARD_INPUT, "memory_bound", _moved_seconds(gradients, 1, rates))
+        tally.add_forward(op.module, "memory_bound", _moved_seconds(inputs, 1, rates), 2 * launches)
+        tally.add(BACKWARD_INPUT, "memory_bound", _moved_seconds(gradients, 1, rates), launches)
 
 
 def _moved_seconds(moved: Value, kernels: int, rates: Rates) -> Value:
@@ -228,6 +247,8 @@ def _moved_seconds(moved: Value, kernels: int, rates: Rates) -> Value:
 
 
 def _price_pass(op: MemoryPass, tally: _Tally, rates: Rates) -> None:
+    if op.host_waits:
+        tally.wait_for_device(rates.host_sync)
     forward = _moved_seconds(op.forward, op.forward_kernels, rates)
     tally.add_forward(op.module, op.cause, forward, op.forward_kernels)
     backward = _moved_seconds(op.backward, op.backward_kernels, rates)

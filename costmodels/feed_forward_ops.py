@@ -90,8 +90,9 @@ def expert_ops(
             module="moe",
             forward=6 * _FULL * tokens * moe.num_experts,
             backward=4 * _FULL * tokens * moe.num_experts,
-            forward_kernels=12,
-            backward_kernels=8,
+            forward_kernels=24,
+            backward_kernels=16,
+            host_waits=True,
         ),
         _permutation("permute", copies * hidden),
         _all_to_all(job, moe, "dispatch", HALF * copies * hidden),
@@ -112,8 +113,8 @@ def _permutation(name: str, elements: Size) -> MemoryPass:
         module="moe",
         forward=2 * HALF * elements,
         backward=2 * HALF * elements,
-        forward_kernels=2,
-        backward_kernels=2,
+        forward_kernels=6,
+        backward_kernels=6,
     )
 
 

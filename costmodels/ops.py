@@ -63,6 +63,7 @@ class MemoryPass:
         forward_kernels: Launches.
         backward_kernels: Launches.
         cause: The term that it counts under.
+        host_waits: The host reads the result (how many tokens go where) before it goes on.
 
     """
 
@@ -73,6 +74,7 @@ class MemoryPass:
     forward_kernels: int = 1
     backward_kernels: int = 1
     cause: str = "memory_bound"
+    host_waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from costmodels.attention_ops import attention_kernel
 from costmodels.hardware import HardwareProfile
-from costmodels.job import Precision, TrainingJob
+from costmodels.job import Precision, Target, TrainingJob
 
-# Rate of older or narrower attention kernels, relative to the generation's own. Kind: measured;
-# arXiv:2307.08691, figures 4 to 6 (A100, causal, length 2k to 16k).
-_KERNEL_RATE = {"flash-1": 0.55}
+# Runtimes whose attention comes from Transformer Engine, which calls the generation's own kernel
+# (cuDNN, FlashAttention-3). The others call FlashAttention-2 through PyTorch.
+_NEWEST_ATTENTION = (Target.MEGATRON,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Rates:
         k_fill: Fill and drain of a tile in units of k, at `peak`; it takes the same time, so more
             k, at `low_peak`.
         host_launch: Seconds of the host per kernel; nothing when launches are replayed.
+        misaligned: Rate of products whose rows do not start on 128-byte lines, relative.
+        host_sync: Seconds for which the host waits where it must read a result of the device.
         imbalance: Load of the fullest expert rank over the mean.
         host_update_rate: Bytes/s of host memory for the optimizer of one GPU's shard.
 
@@ -53,6 +55,8 @@ class Rates:
     overlap_slowdown: float
     imbalance: float
     casts: bool
+    misaligned: float
+    host_sync: float
     host_bandwidth: float
     host_update_rate: float
 
@@ -75,7 +79,7 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
     base, low = _base_peak(job, profile), _low_peak(job, profile)
     efficiency = constants["gemm_efficiency"]
     relative = constants[f"{job.precision}_efficiency"] if low is not None else 1.0
-    kernel = _KERNEL_RATE.get(attention_kernel(job), 1.0)
+    kernel = _kernel_share(job, profile)
     if job.precision is Precision.FP32:
         kernel *= constants["fp32_attention"]
     intra, inter = profile.intra_node, profile.inter_node
@@ -102,9 +106,19 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
         overlap_slowdown=constants["overlap_slowdown"],
         imbalance=1.0 if job.switches.balanced_routing else constants["routing_imbalance"],
         casts=low is not None,
+        misaligned=constants["misaligned_share"],
+        host_sync=0.0 if job.switches.cuda_graphs else constants["host_sync"],
         host_bandwidth=device.host_bandwidth,
         host_update_rate=constants["host_update_rate"],
     )
+
+
+def _kernel_share(job: TrainingJob, profile: HardwareProfile) -> float:
+    """Return the rate of the job's attention kernel relative to the generation's newest."""
+    constants = profile.calibration
+    if attention_kernel(job) == "flash-1":
+        return constants["flash_2_share"] * constants["flash_1_share"]
+    return 1.0 if job.target in _NEWEST_ATTENTION else constants["flash_2_share"]
 
 
 def _power_share(job: TrainingJob, profile: HardwareProfile) -> float:
