@@ -14,7 +14,7 @@ the exact estimate, so only three things are given up:
 The last part in 10^9 is given away, so that rounding never lifts a bound over its exact value.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from costmodels.collective_costs import exposed_seconds
 from costmodels.estimate import stragglers
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
+from costmodels.layout import AXES, Layout, Recompute
 from costmodels.layout_costs import (
     FULL_CODE,
     BlockTimes,
@@ -31,7 +32,7 @@ from costmodels.layout_costs import (
     layout_costs,
     rank_state_seconds,
 )
-from costmodels.layout_table import LayoutTable
+from costmodels.layout_table import RECOMPUTES, LayoutTable, table_of
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import overlap_of
 from costmodels.schedule import PipelineSums, makespan_lower_bound
@@ -40,6 +41,7 @@ from costmodels.stages import ZERO_2
 Values = NDArray[np.float64]
 
 _ROUNDING = 1 - 1e-9
+_ANY_SCHEDULE = -1  # no position in SCHEDULES: only what holds for every schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,75 @@ def time_lower_bound(
     overhead = cluster.profile.calibration["step_overhead"]
     bound: Values = (pipeline + rest + overhead) * (1 + stragglers(cluster)) * _ROUNDING
     return bound
+
+
+def open_lower_bound(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    *,
+    schedule_is_open: bool,
+) -> Values:
+    """Return seconds that no completion of partial layouts goes below.
+
+    Open are the ZeRO stage and group, the rank order, recomputation and offload, so nothing is
+    gathered, recomputed or done once per step, no transfer takes time, and the context axis lies
+    as close as it can.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        cluster: The machine.
+        table: Degrees, micro-batches, sequence and context choices decided.
+        schedule_is_open: The schedule and the stages per rank are open too; any keeps the slowest
+            rank busy and passes one micro-batch through every stage.
+
+    """
+    zeros = np.zeros(len(table), dtype=np.int64)
+    closed = replace(
+        table,
+        rank_orders=(AXES,),
+        rank_order=zeros,
+        zero_stage=zeros,
+        recompute=np.full(len(table), RECOMPUTES.index(Recompute.NONE)),
+        offload_optimizer=zeros,
+        offload_parameters=zeros,
+        offload_activations=zeros,
+    )
+    costs = layout_costs(model, job, cluster, closed)
+    counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
+    sums = _pipeline_sums(costs, counts, _totals(costs, counts), closed)
+    pipeline = makespan_lower_bound(
+        np.full(len(table), _ANY_SCHEDULE) if schedule_is_open else table.schedule,
+        table.pipeline_parallel,
+        table.stages_per_rank,
+        table.num_micro_batches,
+        replace(sums, transfer=np.zeros(len(table))),
+    )
+    overhead = cluster.profile.calibration["step_overhead"]
+    bound: Values = (pipeline + overhead) * (1 + stragglers(cluster)) * _ROUNDING
+    return bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AroundPipeline:
+    """What every split of one layout adds to its pipeline: step >= (makespan + once) * stretch."""
+
+    once: float
+    stretch: float
+
+
+def around_pipeline(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
+) -> AroundPipeline:
+    """Return what no split of a layout's layers changes of its step, at its least."""
+    table = table_of([layout])
+    costs = layout_costs(model, job, cluster, table, layout.recompute_modules)
+    counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
+    rest = _rest(job, costs, counts, _totals(costs, counts), table)
+    once = float(rest[0]) + cluster.profile.calibration["step_overhead"]
+    return AroundPipeline(once=once, stretch=(1 + stragglers(cluster)) * _ROUNDING)
 
 
 def _blocks(costs: LayoutCosts, counts: dict[LayerKind, int]) -> tuple[tuple[int, BlockTimes], ...]:
