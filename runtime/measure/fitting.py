@@ -142,19 +142,22 @@ def fit_attention(samples: Sequence[Sample], peaks: dict[str, float], gap: float
     """Find the shares of the peaks that attention sustains, and the length that halves them.
 
     Args:
-        samples: Those of "attention_forward" and "attention_backward".
+        samples: Those of "attention_forward" and "attention_backward", in fp32 and a 16-bit
+            format, or in the latter alone.
         peaks: FLOP/s by format.
         gap: Seconds that each kernel loses.
 
     """
     names = ("attention_forward", "attention_backward")
     runs = [s for s in samples if s.formula in names]
+    has_fp32 = any(s.precision == "fp32" for s in runs)
 
     def predict(values: Vector) -> Vector:
         return _vector(
             compute.attention(
                 **dict(s.arguments),
-                attention_efficiency=values[names.index(s.formula)],
+                attention_efficiency=values[names.index(s.formula)]
+                * (values[3] if s.precision == "fp32" else 1.0),
                 length_fill=values[2],
                 peak=peaks[s.precision],
                 kernel_gap=gap,
@@ -162,16 +165,17 @@ def fit_attention(samples: Sequence[Sample], peaks: dict[str, float], gap: float
             for s in runs
         )
 
+    keys = (*names, "length_fill", *(("fp32_attention",) if has_fp32 else ()))
     found = fit(
         predict,
         [s.seconds for s in runs],
         [
-            *(Unknown(name=name, start=0.5, low=0.005, high=3.0) for name in names),
+            *(Unknown(name=name, start=0.3, low=0.005, high=3.0) for name in names),
             Unknown(name="length_fill", start=100, low=1, high=5000),
+            *(Unknown(name=name, start=1.0, low=0.05, high=20.0) for name in keys[3:]),
         ],
     )
     basis = _basis(found, "attention kernels")
-    keys = (*names, "length_fill")
     return [
         Found(key=f"constants.{key}", value=value, basis=basis)
         for key, value in zip(keys, found.values, strict=True)

@@ -17,8 +17,8 @@ from runtime.measure.stopwatch import Stopwatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_WIDTH = 64
-# Results stay alive until they reach this, then all go, as activations do: memory that the C library
-# gave back in between is paid for again, page by page, which is most of a pass on a CPU.
+# Results stay alive until they reach this, then all go, as activations do: memory that the C
+# library gave back in between is paid for again, page by page, most of a pass on a CPU.
 LIVE_BYTES = {"cpu": 128 * MIB, "cuda": 2**30}
 EMPTY_ELEMENTS = 16
 # Causal kernels compute half the square: 2 products of 2 S^2 d / 2, and 5 backward.

@@ -1,6 +1,6 @@
 """Sample: seconds of one kernel or transfer, with the arguments of the formula that predicts it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -39,6 +39,11 @@ def sample(formula: str, precision: str, seconds: float, **arguments: float) -> 
         arguments=tuple(sorted(arguments.items())),
         seconds=seconds,
     )
+
+
+def best_of(rounds: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the quickest of each operation over rounds that took the same samples in one order."""
+    return [min(same, key=lambda s: s.seconds) for same in zip(*rounds, strict=True)]
 
 
 def to_json(measured: Sample) -> dict[str, object]:

@@ -3,7 +3,7 @@
 Ranks share cores, caches and memory, so nothing is timed alone: each repeat runs the same number of
 calls on all ranks between two points where they wait for each other, and lasts long enough that the
 scheduler's turns even out. The slowest rank counts, because it is the one that others wait for; the
-best repeat counts, because whatever else the machine does only ever adds time.
+better of a trial and its repeat counts, because whatever else the machine does only adds time.
 """
 
 import math
@@ -21,20 +21,18 @@ MAX_GROWTH = 16.0  # of the number of calls from one trial to the next: a first 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopwatch:
-    """How long repeats last and how many there are.
+    """Times calls on all ranks of a world.
 
     Attributes:
         world: All ranks that measure.
         device: Where the calls compute.
-        repeat_seconds: Length of one repeat; scheduler turns last some milliseconds.
-        num_repeats: Repeats of which the best counts.
+        repeat_seconds: Length of a repeat, about; scheduler turns last some milliseconds.
 
     """
 
     world: Group
     device: torch.device
     repeat_seconds: float = 0.05
-    num_repeats: int = 3
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the seconds of one call; every rank must ask at the same place in its program."""
@@ -44,8 +42,7 @@ class Stopwatch:
             growth = min(max(self.repeat_seconds / max(elapsed, 1e-9), 2.0), MAX_GROWTH)
             num_calls = math.ceil(num_calls * growth)
             elapsed = self._run(call, num_calls)
-        repeats = [self._run(call, num_calls) for _ in range(self.num_repeats)]
-        return min(elapsed, *repeats) / num_calls
+        return min(elapsed, self._run(call, num_calls)) / num_calls
 
     def _run(self, call: Callable[[], object], num_calls: int) -> float:
         """Return the seconds of the slowest rank."""
