@@ -63,6 +63,8 @@ def launch_files(
     program: Sequence[str],
     groups: Sequence[Options],
     environment: Sequence[Variable],
+    *,
+    node_words: str = "",
 ) -> tuple[EmittedFile, ...]:
     """Return `launch.sh` and `job.sbatch`.
 
@@ -72,45 +74,46 @@ def launch_files(
         program: The command before its options.
         groups: Its options, in order.
         environment: Variables to set, with reasons.
+        node_words: Bash that tells a program other than torchrun its node and the first one's
+            address, from PET_NODE_RANK and PET_MASTER_ADDR; used where there are several nodes.
 
     """
-    return (
-        EmittedFile(path="launch.sh", text=_launch(title, cluster, program, groups, environment)),
-        EmittedFile(path="job.sbatch", text=_sbatch(title, cluster)),
-    )
-
-
-def _launch(
-    title: str,
-    cluster: Cluster,
-    program: Sequence[str],
-    groups: Sequence[Options],
-    environment: Sequence[Variable],
-) -> str:
     nodes = num_nodes(cluster)
-    lines = [
+    start = shlex.join(program) + (f" {node_words}" if node_words and nodes > 1 else "")
+    head = [
         "#!/usr/bin/env bash",
         f"# {comment(title)}",
         f"# {nodes} x {processes_per_node(cluster)} GPUs. Words after this script are handed on.",
         "set -euo pipefail",
-        "",
     ]
+    lines = [*head, *_environment(environment, nodes), *_call(start, groups)]
+    return (
+        EmittedFile(path="launch.sh", text="\n".join(lines) + "\n"),
+        EmittedFile(path="job.sbatch", text=_sbatch(title, cluster)),
+    )
+
+
+def _environment(environment: Sequence[Variable], nodes: int) -> list[str]:
+    lines = [""]
     for variable in environment:
         lines.append(f"# {comment(variable.reason)}")
         lines.append(f"export {variable.name}={shlex.quote(variable.value)}")
     if nodes > 1:
         lines += [
-            "",
             "# Run this on every node; job.sbatch does it under Slurm.",
             f'export PET_NODE_RANK="${{NODE_RANK:?set NODE_RANK to 0 .. {nodes - 1}}}"',
             'export PET_MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the address of node 0}"',
         ]
+    return lines
+
+
+def _call(start: str, groups: Sequence[Options]) -> list[str]:
+    lines = []
     for group in groups:
         lines += ["", f"# {comment(group.why)}", f"{group.name}=("]
         lines.append(shell_options(group.options) + ")")
     arrays = " ".join(f'"${{{group.name}[@]}}"' for group in groups)
-    lines += ["", f'exec {shlex.join(program)} {arrays} "$@"'.replace("  ", " ")]
-    return "\n".join(lines) + "\n"
+    return [*lines, "", f'exec {start} {arrays} "$@"']
 
 
 def _sbatch(title: str, cluster: Cluster) -> str:

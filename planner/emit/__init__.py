@@ -1,0 +1,56 @@
+"""Plans as the configuration of other frameworks: pure text, one module per target.
+
+`emit` judges the layout by the target's own rules first, then asks the target's module. What a
+framework has no option for is refused by name (`CannotExpress`), never left out. Our own runtime's
+emitter is `planner.emit.native`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from costmodels.hardware import Cluster
+from costmodels.job import Target, TrainingJob
+from costmodels.layout import Layout
+from costmodels.model import ModelSpec
+from planner.emit.accelerate import emit_accelerate
+from planner.emit.deepspeed import emit_deepspeed
+from planner.emit.emission import CannotExpress, Emission, EmittedFile, PlanLike, Variable
+from planner.emit.megatron import emit_megatron
+from planner.emit.nanotron import emit_nanotron
+from planner.emit.torchtitan import emit_torchtitan
+from planner.rules import violations
+
+__all__ = ["CannotExpress", "Emission", "EmittedFile", "PlanLike", "Variable", "emit"]
+
+Emitter = Callable[[ModelSpec, TrainingJob, Cluster, Layout], Emission]
+
+EMITTERS: dict[Target, Emitter] = {
+    Target.MEGATRON: emit_megatron,
+    Target.TORCHTITAN: emit_torchtitan,
+    Target.DEEPSPEED: emit_deepspeed,
+    Target.NANOTRON: emit_nanotron,
+    Target.ACCELERATE: emit_accelerate,
+}
+
+
+def emit(plan: PlanLike, target: Target) -> Emission:
+    """Write a plan for a framework.
+
+    Args:
+        plan: Model, job, cluster and layout.
+        target: The framework; need not be the one that the plan was searched for.
+
+    Raises:
+        CannotExpress: The framework has no option for a part of the plan.
+        ValueError: The layout breaks a rule of the framework, or the target has no emitter here.
+
+    """
+    if target not in EMITTERS:
+        known = ", ".join(sorted(EMITTERS))
+        raise ValueError(f"target {target.value} is not emitted here; known: {known}")
+    job = replace(plan.job, target=target)
+    broken = violations(plan.model, job, plan.cluster, plan.layout)
+    if broken:
+        reasons = "; ".join(violation.message for violation in broken)
+        raise ValueError(f"the plan is illegal for {target.value}: {reasons}")
+    return EMITTERS[target](plan.model, job, plan.cluster, plan.layout)
