@@ -31,7 +31,38 @@ def emit_nanotron(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: 
     """
     _refuse(job, layout)
     _check_split(model, layout)
-    config: Section = {
+    environment = (
+        Variable(
+            name="CUDA_DEVICE_MAX_CONNECTIONS",
+            value="1",
+            reason="Kernels start in the order of their launch; nanotron asserts it for tensor "
+            "parallelism that overlaps.",
+        ),
+    )
+    program = (*torchrun(cluster), "run_train.py")
+    groups = (
+        Options(
+            name="CONFIG_ARGS",
+            why="Everything is in the YAML; without a dataset, nanotron makes up tokens.",
+            options=(("--config-file", CONFIG),),
+        ),
+    )
+    title = f"nanotron: {model.name}"
+    head = f"# {comment(title)}\n# Rates, steps and data are placeholders.\n"
+    text = head + yaml_text(_config(model, job, layout))
+    return Emission(
+        target=Target.NANOTRON,
+        files=(
+            EmittedFile(path=CONFIG, text=text),
+            *launch_files(title, cluster, program, groups, environment),
+        ),
+        environment=environment,
+        command=command_of(program, groups),
+    )
+
+
+def _config(model: ModelSpec, job: TrainingJob, layout: Layout) -> Section:
+    return {
         "general": {"project": "planned", "run": identifier(model.name), "seed": 42},
         "model": {
             "ddp_bucket_cap_mb": 25,
@@ -60,33 +91,6 @@ def emit_nanotron(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: 
             }
         ],
     }
-    environment = (
-        Variable(
-            name="CUDA_DEVICE_MAX_CONNECTIONS",
-            value="1",
-            reason="Kernels start in the order of their launch; nanotron asserts it for tensor "
-            "parallelism that overlaps.",
-        ),
-    )
-    program = (*torchrun(cluster), "run_train.py")
-    groups = (
-        Options(
-            name="CONFIG_ARGS",
-            why="Everything is in the YAML; without a dataset, nanotron makes up tokens.",
-            options=(("--config-file", CONFIG),),
-        ),
-    )
-    title = f"nanotron: {model.name}"
-    text = f"# {comment(title)}\n# Rates, steps and data are placeholders.\n" + yaml_text(config)
-    return Emission(
-        target=Target.NANOTRON,
-        files=(
-            EmittedFile(path=CONFIG, text=text),
-            *launch_files(title, cluster, program, groups, environment),
-        ),
-        environment=environment,
-        command=command_of(program, groups),
-    )
 
 
 def _cannot(what: str, remedy: str = "") -> CannotExpress:
