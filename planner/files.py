@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,3 +83,36 @@ def write_bytes(path: Path, content: bytes) -> None:
         if name is not None:
             Path(name).unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_folder(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write a new folder whole: it appears with all its files or not at all.
+
+    Shell scripts are made executable.
+
+    Raises:
+        ValueError: The folder exists and is not empty, or cannot be written.
+
+    """
+    folder = folder.resolve()
+    staging = None
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} is there and not empty; name a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        for name, text in texts.items():
+            path = staging / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            if path.suffix == ".sh":
+                path.chmod(0o755)
+        staging.chmod(0o755)  # it was private while it was incomplete
+        if folder.exists():
+            folder.rmdir()
+        staging.rename(folder)
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        if staging is not None and staging.exists():
+            shutil.rmtree(staging, ignore_errors=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.files import read_json, read_text, write_text
+from planner.files import read_json, read_text, write_folder, write_text
 
 
 def test_an_absent_file_is_named(tmp_path):
@@ -67,3 +67,28 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere"):
         write_text(Path(tmp_path / "nowhere" / "plan.json"), "text")
+
+
+def test_a_folder_appears_whole_and_its_scripts_run(tmp_path):
+    write_folder(tmp_path / "run", {"a.txt": "a", "launch.sh": "#!/bin/sh\n", "sub/b.txt": "b"})
+    assert (tmp_path / "run" / "sub" / "b.txt").read_text() == "b"
+    assert os.access(tmp_path / "run" / "launch.sh", os.X_OK)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_empty_folder_is_filled_and_a_full_one_kept(tmp_path):
+    (tmp_path / "run").mkdir()
+    write_folder(tmp_path / "run", {"a.txt": "first"})
+    with pytest.raises(ValueError, match="not empty"):
+        write_folder(tmp_path / "run", {"a.txt": "second"})
+    assert (tmp_path / "run" / "a.txt").read_text() == "first"
+
+
+def test_a_failed_folder_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(ValueError, match="No space left"):
+        write_folder(tmp_path / "run", {"a.txt": "a"})
+    assert list(tmp_path.iterdir()) == []
