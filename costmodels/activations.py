@@ -109,7 +109,7 @@ def _selective(
         exchanged = np.where(table.expert_parallel > 1, parts.exchanged_tokens, 0)
         return np.asarray(parts.layer_input + parts.alternate_operations + exchanged)
     if "every-2nd-layer" in modules:
-        return (everything + parts.layer_input) / 2
+        return np.asarray((everything + parts.layer_input) / 2)
     dropped = {
         "core_attn": parts.attention_scores,
         "mlp": parts.norm_outputs + parts.ffn_hidden + parts.ffn_activation,

@@ -65,7 +65,7 @@ def communicator_bytes(
 
 
 def fragmentation_fraction(job: TrainingJob, cluster: Cluster) -> float:
-    """Return reserved but unused bytes per byte that comes and goes, which a full card still pays."""
+    """Return unused bytes per byte that comes and goes, which even a full card pays."""
     expandable = job.switches.expandable_segments or BEHAVIOURS[job.target].expandable_segments
     key = "expandable_fragmentation_fraction" if expandable else "fragmentation_fraction"
     return cluster.profile.calibration[key]

@@ -6,6 +6,7 @@ LayoutTable and returns arrays with one value per layout (a single layout is a t
 """
 
 from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -164,7 +165,7 @@ def _block(
     table: LayoutTable,
     num_kv_heads: int,
     *,
-    sharded: NDArray[np.int64] | int,
+    sharded: NDArray[np.int64] | NDArray[np.float64] | int,
     replicated: int,
     key_value: int = 0,
     experts: int = 0,
@@ -241,7 +242,7 @@ def _adapter_weights(model: ModelSpec, weights: LayerParameters, rank: int | Non
     hidden = model.hidden_size
     query = model.num_attention_heads * model.head_dim
     key_value = model.num_kv_heads * model.head_dim
-    widths = 2 * (hidden + query) + 2 * (hidden + key_value)
+    widths = 2.0 * (hidden + query) + 2 * (hidden + key_value)
     matrices = 3 if model.gated_ffn else 2
     ffn_width = weights.ffn_matrices / (matrices * hidden)
     if ffn_width:

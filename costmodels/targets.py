@@ -122,35 +122,39 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     ),
     # DeepSpeed ZeRO: 16-bit gradients, flattened and cast to fp32 for the shard at the step; with
     # fp32 accumulation both formats exist. Buckets of 5e8 values for reduction and gathering.
-    # Losses of its users are eager: 16-bit logits, fp32 ones, log-probabilities, gradients. Its
-    # pipeline sends through groups of two.
+    # Losses of its users are eager: 16-bit logits (2), fp32 ones, log-probabilities, gradients of
+    # both (4 each). Its pipeline sends through groups of two.
     Target.DEEPSPEED: FrameworkBehaviour(
         bf16_gradient_bytes=2,
         fp16_gradient_bytes=2,
         fp32_gradients_beside=True,
         step_bytes=6,
         saves_gathered_input=True,
+        logit_peak_bytes=18.0,
         fused_logit_peak_bytes=12.0,
         gathers_logits=True,
         bucket_bytes=2 * 2 * 500_000_000,
         extra_groups=1,
         message_groups=2,
     ),
-    # nanotron: fp32 gradient accumulation, eager SwiGLU, sharded loss.
+    # nanotron: fp32 gradient accumulation, eager SwiGLU, sharded loss; gathers inputs again
+    # (tp_recompute_allgather).
     Target.NANOTRON: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
-        saves_gathered_input=True,
         logit_peak_bytes=10.0,
     ),
-    # Accelerate on FSDP: torch's own sharding, gradients in the reduce precision.
+    # Accelerate on FSDP: torch's own sharding, gradients in the reduce precision; selective
+    # checkpointing wraps a share of the blocks (as fms-fsdp does), half of them here.
     Target.ACCELERATE: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
         master_is_parameter=True,
         keeps_ends_gathered=True,
         saves_gathered_input=True,
+        logit_peak_bytes=18.0,
         gathers_logits=True,
         bucket_bytes=25 * MIB,
+        selective_modules=("every-2nd-layer",),
     ),
 }

@@ -49,6 +49,7 @@ def transients(
     model: ModelSpec,
     job: TrainingJob,
     table: LayoutTable,
+    *,
     states: Sequence[BlockStates],
     activations: Sequence[LayerBytes],
     embedding: BlockStates,
@@ -89,8 +90,8 @@ def _gathered(
     layer = np.maximum.reduce([block.gathered for block in states])
     ahead = behaviour.gathered_layers * layer
     if behaviour.keeps_ends_gathered:
-        return ahead + embedding.gathered + head.gathered
-    return np.maximum(ahead, layer + np.maximum(embedding.gathered, head.gathered))
+        return np.asarray(ahead + embedding.gathered + head.gathered)
+    return np.asarray(np.maximum(ahead, layer + np.maximum(embedding.gathered, head.gathered)))
 
 
 def _whole_gradients(job: TrainingJob, table: LayoutTable, block: BlockStates) -> Column:
@@ -111,9 +112,13 @@ def _largest_product(job: TrainingJob, block: BlockStates) -> Column:
 
 
 def _buffers(job: TrainingJob, table: LayoutTable) -> Column:
-    """Return communication buckets, where states are spread at all."""
+    """Return communication buckets that live beside activations.
+
+    Stages 2 and 3 reduce during backward; stage 1 does once per step, when activations are gone.
+    """
     spread = table.data_parallel * table.context_parallel > 1
-    return np.where(spread, BEHAVIOURS[job.target].bucket_bytes, 0.0)
+    during_backward = spread & (table.zero_stage >= ZERO_3 - 1)
+    return np.where(during_backward, BEHAVIOURS[job.target].bucket_bytes, 0.0)
 
 
 def _placeholders(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Column:

@@ -1,0 +1,164 @@
+"""A lower bound of a layout's memory over every partition of its layers, for whole tables.
+
+The fullest rank is at least as full as any weighted mean of the ranks. With weights that make each
+layer cost the same wherever it lies (the reciprocal of its bytes there), the mean does not depend
+on the partition:
+
+    bound = sum over kinds of  num_layers_k * min over ranks r of  w_r * (state_k + f_r * kept_k)
+            + sum over ranks of  w_r * (what the rank holds besides)
+
+f_r is the fewest micro-batches that a stage of rank r holds at the rank's fullest moment; stages of
+the rank that hold more hold them for one layer at least. Under full recomputation every layer is
+taken as recomputed, which is the least: a layer that is not keeps at least what recomputing
+another brings back. The last stage's rank is bounded by itself too, with a layer per stage.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.block_memory import BlockMemory, block_memory
+from costmodels.framework_memory import context_bytes, fragmentation_fraction
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Recompute, Schedule
+from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable
+from costmodels.model import ModelSpec
+from costmodels.schedule import in_flight_closed_form
+
+Column = NDArray[np.float64]
+
+_ROUNDING = 1 - 1e-9  # given away, so that rounding never lifts a bound over its exact value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Costs:
+    """Reserved bytes of some layouts' blocks, one row per layout.
+
+    Attributes:
+        states: Of a layer, one column per kind.
+        kept: Per micro-batch in flight of a layer, one column per kind.
+        embedding: States before the first layer.
+        head: States after the last layer.
+        head_kept: Per micro-batch in flight, input and output of the final norm.
+        logits_kept: Per micro-batch that waits for its backward pass on the last stage.
+        head_moment: While loss or head run, all beside layers and states.
+        layer_moment: While a layer runs backward, all beside layers and states.
+
+    """
+
+    states: Column
+    kept: Column
+    embedding: Column
+    head: Column
+    head_kept: Column
+    logits_kept: Column
+    head_moment: Column
+    layer_moment: Column
+
+
+def memory_lower_bound(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
+) -> NDArray[np.float64]:
+    """Return bytes of reserved memory that no partition of a layout's layers goes below.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        cluster: The machine.
+        table: Layouts that the rules allow.
+
+    """
+    blocks = block_memory(model, job, cluster, table)
+    costs = _costs(job, cluster, table, blocks)
+    counts = np.array([_count(model, kind.has_experts) for kind in blocks.kinds])
+    bound = np.zeros(len(table))
+    for pipeline in np.unique(table.pipeline_parallel):
+        rows = np.flatnonzero(table.pipeline_parallel == pipeline)
+        bound[rows] = _bound_of(costs, counts, table, rows)
+    return bound * _ROUNDING
+
+
+def _count(model: ModelSpec, has_experts: bool) -> int:
+    return sum(kind.has_experts == has_experts for kind in model.layer_kinds)
+
+
+def _costs(job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: BlockMemory) -> _Costs:
+    grown = 1 + fragmentation_fraction(job, cluster)
+    is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
+    stays = grown * (table.offload_activations == 0)
+    moving = blocks.transients
+    kept = [np.where(is_full, layer.recomputed, layer.kept) * stays for layer in blocks.layer_bytes]
+    extra = [layer.everything - layer.recomputed for layer in blocks.layer_bytes]
+    brought_back = np.where(is_full, np.minimum.reduce(extra), 0.0) * (stays > 0)
+    outside = context_bytes(cluster) + job.memory_taken + blocks.communication + moving.gathered
+    logits = blocks.head_bytes
+    return _Costs(
+        states=np.stack([states.total for states in blocks.layer_states], axis=1),
+        kept=np.stack(kept, axis=1),
+        embedding=blocks.embedding.total,
+        head=blocks.head.total,
+        head_kept=logits.norm * grown,
+        logits_kept=logits.saved * grown,
+        head_moment=outside + grown * (blocks.head_transient + logits.saved),
+        layer_moment=outside + grown * (moving.layers + brought_back),
+    )
+
+
+def _bound_of(
+    costs: _Costs, counts: NDArray[np.int64], table: LayoutTable, rows: NDArray[np.int64]
+) -> Column:
+    """Return the bound of rows that share their number of pipeline ranks."""
+    pipeline = int(table.pipeline_parallel[rows[0]])
+    ranks = np.arange(pipeline)[None, :]
+    fewest, total = _held(table, rows, ranks)
+    kept, states = costs.kept[rows], costs.states[rows]
+    mean_states, mean_kept = states @ counts / counts.sum(), kept @ counts / counts.sum()
+    weights = 1 / (mean_states[:, None] + fewest * mean_kept[:, None])
+    weights /= weights.sum(axis=1, keepdims=True)
+    by_rank = weights[:, :, None] * (states[:, None, :] + fewest[:, :, None] * kept[:, None, :])
+    layers = by_rank.min(axis=1) @ counts
+    chunks = table.stages_per_rank[rows][:, None]
+    lightest = kept.min(axis=1)[:, None]
+    besides = costs.layer_moment[rows][:, None] + (total - chunks * fewest) * lightest
+    besides[:, 0] += costs.embedding[rows]
+    last = np.where(np.isin(table.schedule[rows], _V_SHAPED), 0, pipeline - 1)
+    row = np.arange(len(rows))
+    # Looped schedules run the head in the fullest moment of the last rank; of the others it is
+    # only known that the head runs while it holds one micro-batch.
+    waiting = fewest[row, last]
+    saved = np.maximum(waiting - 1, 0) * costs.logits_kept[rows]
+    ends = costs.head[rows] + saved
+    besides[row, last] += ends + waiting * costs.head_kept[rows]
+    mean = layers + (weights * besides).sum(axis=1)
+    held = np.where(waiting > 0, total[row, last], 1)
+    one_layer = chunks[:, 0] * states.min(axis=1) + held * lightest[:, 0]
+    kept_by_head = np.maximum(waiting, 1) * costs.head_kept[rows]
+    alone = ends + kept_by_head + costs.head_moment[rows] + one_layer
+    bound: Column = np.maximum(mean, alone)
+    return bound
+
+
+_V_SHAPED = [SCHEDULES.index(schedule) for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)]
+
+
+def _held(
+    table: LayoutTable, rows: NDArray[np.int64], ranks: NDArray[np.int64]
+) -> tuple[Column, Column]:
+    """Return micro-batches in flight: the fewest of a rank's stages, and their sum.
+
+    With one stage per rank both are the same. An interleaved rank holds the first forwards of its
+    order, whole rounds stage by stage; of the others only the sum is used.
+    """
+    schedule, chunks = table.schedule[rows][:, None], table.stages_per_rank[rows][:, None]
+    micro_batches = table.num_micro_batches[rows][:, None]
+    pipeline = table.pipeline_parallel[rows][:, None]
+    total = in_flight_closed_form(schedule, pipeline, chunks, micro_batches, ranks)
+    total = np.broadcast_to(total, (len(rows), ranks.shape[1]))
+    in_round = micro_batches // np.maximum(1, micro_batches // pipeline)
+    cycles, rest = np.divmod(total, chunks * in_round)
+    interleaved = cycles * in_round + np.maximum(0, rest - (chunks - 1) * in_round)
+    is_interleaved = schedule == SCHEDULES.index(Schedule.INTERLEAVED)
+    fewest = np.where(chunks == 1, total, np.where(is_interleaved, interleaved, 0))
+    return fewest.astype(np.float64), total.astype(np.float64)

@@ -1,0 +1,170 @@
+"""The fullest moment of one pipeline rank of one layout, by part of the allocator's bytes.
+
+Moments, of which the largest counts:
+
+    layers  states + activations in flight + gradients of a layer's backward pass
+    loss    states + activations in flight + logits and their gradients
+    head    states + activations in flight + gradients of the output matrix
+    step    states + what the optimizer needs beside them; no activations
+
+How many micro-batches are in flight is read off the schedule's own table.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.block_memory import BlockMemory
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, Offload, Recompute
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.schedule import held_moments
+from costmodels.states import BlockStates, bytes_per_weight
+from costmodels.targets import BEHAVIOURS
+from costmodels.terms import MemoryParts
+
+Moments = tuple[tuple[int, ...], ...]
+
+LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
+FP32_BYTES = 4
+
+
+def rank_moments(layout: Layout) -> tuple[Moments, ...]:
+    """Return, per pipeline rank, the moments that may be its fullest.
+
+    A moment tells how many micro-batches each of the rank's stages holds, in model order; moments
+    that hold no more than another in any stage are left out.
+    """
+    held = held_moments(
+        layout.schedule,
+        layout.pipeline_parallel,
+        layout.stages_per_rank,
+        layout.num_micro_batches,
+    )
+    return tuple(_maximal(moments.until_weight) for moments in held)
+
+
+def _maximal(rows: NDArray[np.int64]) -> Moments:
+    """Return the rows that no other row exceeds everywhere."""
+    kept: list[NDArray[np.int64]] = []
+    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
+        if not any(bool((row <= other).all()) for other in kept):
+            kept.append(row)
+    return tuple(tuple(int(count) for count in row) for row in kept)
+
+
+def fullest_moment(
+    model: ModelSpec,
+    job: TrainingJob,
+    layout: Layout,
+    blocks: BlockMemory,
+    *,
+    rank: int,
+    moments: Moments,
+) -> MemoryParts:
+    """Return the allocator's parts of one pipeline rank at the largest of its moments."""
+    stages = layout.stages_of_rank(rank)
+    states = _states_of_rank(model, layout, blocks, stages)
+    per_micro_batch = [kept_by_stage(model, layout, blocks, stage) for stage in stages]
+    moving, logits = blocks.transients, blocks.head_bytes
+    saved, norm = float(logits.saved[0]), float(logits.norm[0])
+    backward = moving.recompute if _recomputes_whole_stage(layout, stages) else moving.layers
+    has_head = layout.num_stages - 1 in stages
+    found = [replace(states, transient=_step_bytes(model, job, layout, blocks, stages))]
+    for moment in moments:
+        kept = sum(count * size for count, size in zip(moment, per_micro_batch, strict=True))
+        waiting = moment[-1] if has_head else 0
+        layers = replace(
+            states,
+            activations=kept + waiting * norm,
+            logits=max(waiting - 1, 0) * saved,
+            transient=float(backward[0]),
+        )
+        found.append(layers)
+        if waiting:
+            loss = layers.logits + float(logits.peak[0])
+            found.append(replace(layers, logits=loss, transient=float(moving.always[0])))
+            output = layers.logits + float(logits.gradient[0])
+            found.append(replace(layers, logits=output, transient=float(moving.head[0])))
+    return max(found, key=lambda parts: parts.reserved)
+
+
+def layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[LayerKind, ...]:
+    """Return the kinds of the layers that a global stage holds, in order, windows left out."""
+    first = sum(layout.layers_per_stage[:stage])
+    layers = range(first, first + layout.layers_per_stage[stage])
+    return tuple(replace(model.layer_kind(layer), window=None) for layer in layers)
+
+
+def _states_of_rank(
+    model: ModelSpec, layout: Layout, blocks: BlockMemory, stages: Sequence[int]
+) -> MemoryParts:
+    """Return parameters, gradients and optimizer states of a rank's stages."""
+    held = blocks_of_rank(model, layout, blocks, stages)
+
+    def total(part: str) -> float:
+        return sum(count * float(getattr(block, part)[0]) for block, count in held)
+
+    return MemoryParts(
+        parameters=total("parameters") + float(blocks.transients.gathered[0]),
+        gradients=total("gradients"),
+        optimizer=total("optimizer"),
+    )
+
+
+def blocks_of_rank(
+    model: ModelSpec, layout: Layout, blocks: BlockMemory, stages: Sequence[int]
+) -> list[tuple[BlockStates, int]]:
+    """Return the blocks of a rank's stages and how often it holds each."""
+    counts = Counter(kind for stage in stages for kind in layers_of_stage(model, layout, stage))
+    held = [
+        (states, counts[kind])
+        for kind, states in zip(blocks.kinds, blocks.layer_states, strict=True)
+    ]
+    held.append((blocks.embedding, int(0 in stages)))
+    held.append((blocks.head, int(layout.num_stages - 1 in stages)))
+    return held
+
+
+def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int) -> float:
+    """Return what one micro-batch keeps in the layers of a stage; offloading leaves two layers."""
+    kinds = layers_of_stage(model, layout, stage)
+    by_kind = dict(zip(blocks.kinds, blocks.layer_bytes, strict=True))
+    num_recomputed = 0
+    if layout.recompute is Recompute.FULL:
+        num_recomputed = layout.recompute_layers or len(kinds)
+    kept = [
+        float((by_kind[kind].recomputed if place < num_recomputed else by_kind[kind].kept)[0])
+        for place, kind in enumerate(kinds)
+    ]
+    if Offload.ACTIVATIONS in layout.offload:
+        return sum(sorted(kept)[-LAYERS_BEING_MOVED:])
+    return sum(kept)
+
+
+def _recomputes_whole_stage(layout: Layout, stages: Sequence[int]) -> bool:
+    """Whether a stage keeps inputs only, so that a layer's activations come back on top."""
+    if layout.recompute is not Recompute.FULL:
+        return False
+    counts = [layout.layers_per_stage[stage] for stage in stages]
+    return any(0 < count <= (layout.recompute_layers or count) for count in counts)
+
+
+def _step_bytes(
+    model: ModelSpec,
+    job: TrainingJob,
+    layout: Layout,
+    blocks: BlockMemory,
+    stages: Sequence[int],
+) -> float:
+    """Return buckets, and the copies of 16-bit gradients that optimizers make of their shard."""
+    per_weight, behaviour = bytes_per_weight(job), BEHAVIOURS[job.target]
+    copies = behaviour.step_bytes if per_weight.gradient < FP32_BYTES else 0
+    if not per_weight.optimizer:
+        return behaviour.bucket_bytes
+    held = blocks_of_rank(model, layout, blocks, stages)
+    states = sum(count * float(block.optimizer[0]) for block, count in held)
+    return states / per_weight.optimizer * copies + behaviour.bucket_bytes
