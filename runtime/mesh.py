@@ -17,11 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # no public name in torch's own annotations
+from torch.distributed.rendezvous import rendezvous
 
 from costmodels.layout import AXES, Layout
 
@@ -171,8 +172,11 @@ class World:
     do the meshes of several layouts in one job.
     """
 
-    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, device: torch.device, timeout: timedelta, store: Store | None = None
+    ) -> None:
         """Wrap torch's default process group, which `join` or the caller has initialised."""
+        self.store = store
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.backend = str(dist.get_backend())
@@ -181,6 +185,11 @@ class World:
         everybody = dist.group.WORLD
         assert everybody is not None
         self._handles = {tuple(range(self.size)): everybody}
+
+    def second_store(self) -> Store:
+        """Return a connection of its own to the job's store, for another thread."""
+        clone = getattr(self.store, "clone")  # noqa: B009  (missing in torch's annotations)
+        return cast("Store", clone())
 
     def mesh(self, layout: Layout) -> Mesh:
         """Return this rank's place in a layout, creating the groups that are missing.
@@ -236,14 +245,17 @@ def join(
     Args:
         device: Where this rank computes; decides between NCCL and gloo.
         timeout: Seconds after which a collective that does not complete is an error.
-        store: Meeting point, where no launcher provides one.
+        store: Meeting point, where torchrun does not provide one.
         rank: This process, with `store`.
         world_size: Processes of the job, with `store`.
 
     """
+    if store is None:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    yield World(device, timeout)
+    yield World(device, timeout, store)
     # Leaving without a barrier aborts peers that still read from this rank's sockets; after an
     # error there is nobody to wait for and the process ends without tearing down.
     dist.barrier()

@@ -65,6 +65,7 @@ def launch_files(
     environment: Sequence[Variable],
     *,
     node_words: str = "",
+    script: str = "",
 ) -> tuple[EmittedFile, ...]:
     """Return `launch.sh` and `job.sbatch`.
 
@@ -76,10 +77,13 @@ def launch_files(
         environment: Variables to set, with reasons.
         node_words: Bash that tells a program other than torchrun its node and the first one's
             address, from PET_NODE_RANK and PET_MASTER_ADDR; used where there are several nodes.
+        script: File beside `launch.sh` that the program runs, from whatever folder it is called.
 
     """
     nodes = num_nodes(cluster)
     start = shlex.join(program) + (f" {node_words}" if node_words and nodes > 1 else "")
+    if script:
+        start += f' "$(dirname -- "${{BASH_SOURCE[0]}}")"/{shlex.quote(script)}'
     head = [
         "#!/usr/bin/env bash",
         f"# {comment(title)}",
@@ -112,8 +116,8 @@ def _call(start: str, groups: Sequence[Options]) -> list[str]:
     for group in groups:
         lines += ["", f"# {comment(group.why)}", f"{group.name}=("]
         lines.append(shell_options(group.options) + ")")
-    arrays = " ".join(f'"${{{group.name}[@]}}"' for group in groups)
-    return [*lines, "", f'exec {start} {arrays} "$@"']
+    arrays = "".join(f' "${{{group.name}[@]}}"' for group in groups)
+    return [*lines, "", f'exec {start}{arrays} "$@"']
 
 
 def _sbatch(title: str, cluster: Cluster) -> str:

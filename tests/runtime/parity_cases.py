@@ -28,7 +28,7 @@ from runtime.models import build_model
 from runtime.program import IGNORED_LABEL, materialise
 from runtime.zero import Precisions, ShardedStates
 
-SEQ_LEN, BATCH, STEPS, RATE = 12, 32, 3, 0.5
+SEQ_LEN, BATCH, STEPS, RATE = 12, 32, 3, 0.1
 JOB = TrainingJob(seq_len=SEQ_LEN, global_batch_size=BATCH, precision=Precision.FP32)
 
 _SHAPE = {

@@ -1,0 +1,144 @@
+"""The flags of a training script: what the plan does not decide."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.optimizer import OptimizerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """How long, on what, and where to.
+
+    Attributes:
+        steps: Optimizer steps in all, those before a resumed checkpoint included.
+        data: Files and folders; empty means the standard library's sources.
+        tokenizer: A `tokenizers` JSON file; None reads bytes.
+        synthetic: Random tokens in place of data.
+        save_every: Steps between checkpoints; 0 saves none.
+        output: Run folder.
+        resume: Checkpoint to go on from.
+        timeout: Seconds after which a silent rank or a stuck collective ends the run.
+        device_type: "cpu" or "cuda"; None is what the plan is for, where the machine has it.
+
+    """
+
+    steps: int
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    weight_decay: float
+    max_norm: float
+    seed: int
+    data: tuple[Path, ...]
+    tokenizer: Path | None
+    synthetic: bool
+    save_every: int
+    output: Path
+    resume: Path | None
+    timeout: float
+    device_type: str | None
+
+    def optimizer_settings(self, defaults: OptimizerSettings) -> OptimizerSettings:
+        """Return the optimizer's settings; `defaults` names its kind."""
+        return OptimizerSettings(
+            kind=defaults.kind,
+            learning_rate=self.learning_rate,
+            min_learning_rate=self.min_learning_rate,
+            num_warmup_steps=self.warmup_steps,
+            num_steps=self.steps,
+            weight_decay=self.weight_decay,
+            max_norm=self.max_norm or None,
+        )
+
+
+def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
+    """Read a training script's flags; the run folder is the script's by default.
+
+    Wrong usage prints one message and ends the process with status 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train the plan that lies beside this script.",
+        epilog="example: bash launch.sh --steps 200 --data books/ --learning-rate 1e-3",
+    )
+    add = parser.add_argument
+    add("--steps", type=_count, default=100, metavar="N", help="optimizer steps (100)")
+    add("--learning-rate", type=_rate, default=3e-4, metavar="RATE", help="peak (3e-4)")
+    add(
+        "--min-learning-rate",
+        type=_rate,
+        default=None,
+        metavar="RATE",
+        help="at the end of the cosine (a tenth of the peak)",
+    )
+    add("--warmup-steps", type=_count, default=10, metavar="N", help="linear warm-up (10)")
+    add("--weight-decay", type=_rate, default=0.1, metavar="X", help="of matrices (0.1)")
+    add("--max-norm", type=_rate, default=1.0, metavar="X", help="clips gradients; 0 does not (1)")
+    add("--seed", type=_count, default=0, metavar="N", help="of weights and samples (0)")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files or folders of text, .bin or .npy tokens (Python's own sources)",
+    )
+    add("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON file (bytes)")
+    add("--synthetic", action="store_true", help="random tokens: for timing only")
+    add("--save-every", type=_count, default=0, metavar="N", help="steps per checkpoint (0: none)")
+    add("--resume", type=Path, metavar="FOLDER", help="checkpoint to go on from")
+    add("--output", type=Path, default=folder, metavar="FOLDER", help="run folder (the script's)")
+    add(
+        "--timeout",
+        type=_rate,
+        default=300.0,
+        metavar="SECONDS",
+        help="ends a run whose ranks do not answer (300)",
+    )
+    add("--device", choices=("cpu", "cuda"), default=None, help="(the plan's, if there is one)")
+    given = parser.parse_args(arguments)
+    if given.synthetic and given.data:
+        parser.error("--synthetic and --data exclude each other")
+    if given.timeout <= 0:
+        parser.error("--timeout must be above 0")
+    minimum = given.min_learning_rate
+    return TrainingOptions(
+        steps=given.steps,
+        learning_rate=given.learning_rate,
+        min_learning_rate=given.learning_rate / 10 if minimum is None else minimum,
+        warmup_steps=given.warmup_steps,
+        weight_decay=given.weight_decay,
+        max_norm=given.max_norm,
+        seed=given.seed,
+        data=tuple(given.data),
+        tokenizer=given.tokenizer,
+        synthetic=given.synthetic,
+        save_every=given.save_every,
+        output=given.output,
+        resume=given.resume,
+        timeout=given.timeout,
+        device_type=given.device,
+    )
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, not {text!r}")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
+    return value

@@ -1,0 +1,153 @@
+"""Trains a plan: what the script that `planner apply` writes stands on.
+
+`run` reads plan and flags, joins the job as one of its ranks, builds a `Trainer` and hands it to
+the script's own loop. What goes wrong ends in one message: status 2 for wrong input (said once,
+by rank 0), status 1 for a run that broke, with the rank that caused it.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from planner.plan import Plan, read_plan
+from runtime.mesh import World, join
+from runtime.options import TrainingOptions, parse_options
+from runtime.survival import Heartbeat, failure_message
+from runtime.trainer import Trainer, TrainingBrokeError
+
+WRONG_INPUT, BROKEN = 2, 1
+
+
+def run(plan_path: Path, choices: Mapping[str, object], train: Callable[[Trainer], None]) -> int:
+    """Run a training script on this rank and return its exit status.
+
+    Args:
+        plan_path: The plan, beside the script.
+        choices: The layout as the script shows it; it must agree with the plan.
+        train: The script's loop.
+
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        options = parse_options(sys.argv[1:], plan_path.parent)
+        plan = read_plan(plan_path)
+        check_choices(plan, choices)
+        check_world_size(plan)
+        device = _own_device(plan, options)
+    except ValueError as error:
+        if rank == 0:  # every rank reads the same files and finds the same fault
+            _say(f"error: {error}")
+        return WRONG_INPUT
+    timeout = timedelta(seconds=options.timeout)
+    launched = "WORLD_SIZE" in os.environ
+    store = None if launched else HashStore()
+    with join(device=device, timeout=timeout, store=store, rank=0, world_size=1) as world:
+        assert world.store is not None
+        beat = Heartbeat(world.second_store(), world.rank, world.size, patience=options.timeout)
+        with beat.beating():
+            status = _run_joined(plan, options, world, train, beat)
+        if status:
+            sys.stderr.flush()
+            os._exit(status)  # the others may be gone: there is nobody to part from
+    return 0
+
+
+def _run_joined(
+    plan: Plan,
+    options: TrainingOptions,
+    world: World,
+    train: Callable[[Trainer], None],
+    beat: Heartbeat,
+) -> int:
+    trainer, fault = None, ""
+    try:
+        trainer = Trainer(plan, options, world)
+    except ValueError as error:
+        fault = str(error)
+    faults = _share_faults(world, fault)
+    if faults or trainer is None:
+        if world.rank == 0:
+            for message in faults:
+                _say(f"error: {message}")
+        return WRONG_INPUT
+    try:
+        train(trainer)
+    except TrainingBrokeError as error:  # the same on every rank
+        if world.rank == 0:
+            _say(f"error: {error}")
+        return BROKEN
+    except RuntimeError as error:
+        _say(failure_message(world.rank, trainer.step, beat.silent_ranks(), error))
+        return BROKEN
+    return 0
+
+
+def check_choices(plan: Plan, choices: Mapping[str, object]) -> None:
+    """Refuse a script whose visible choices are not the plan's.
+
+    Raises:
+        ValueError: Names the first choice that differs, with both values.
+
+    """
+    for name, shown in choices.items():
+        planned = getattr(plan.layout, name, None)
+        if planned != shown:
+            raise ValueError(
+                f"train.py says {name} = {shown!r}, plan.json says {planned!r}; run planner apply "
+                "again to change the plan"
+            )
+
+
+def check_world_size(plan: Plan) -> None:
+    """Refuse a number of ranks that is not the plan's.
+
+    Raises:
+        ValueError: With both numbers.
+
+    """
+    planned = plan.layout.num_gpus
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != planned:
+        raise ValueError(
+            f"the plan is for {planned} ranks, this job has {launched}; start it with launch.sh, "
+            "or search a plan for these GPUs (planner search --gpus)"
+        )
+
+
+def _own_device(plan: Plan, options: TrainingOptions) -> torch.device:
+    """Return this rank's device.
+
+    Raises:
+        ValueError: A GPU is asked for, and this rank has none.
+
+    """
+    planned = "cpu" if plan.cluster.profile.generation == "cpu" else "cuda"
+    num_gpus = torch.cuda.device_count() if planned == "cuda" or options.device_type else 0
+    wanted = options.device_type or (planned if num_gpus else "cpu")
+    if wanted == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= num_gpus:
+        raise ValueError(f"rank {local_rank} of this node has no GPU: torch sees {num_gpus}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _share_faults(world: World, fault: str) -> list[str]:
+    """Return the distinct faults of all ranks, so that all end alike; rank 0 tells them."""
+    assert world.store is not None
+    world.store.set(f"setup/{world.rank}", fault)
+    if world.rank == 0:
+        found = [world.store.get(f"setup/{rank}").decode() for rank in range(world.size)]
+        world.store.set("setup/all", "\0".join(dict.fromkeys(filter(None, found))))
+    return [text for text in world.store.get("setup/all").decode().split("\0") if text]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  (messages of a script)

@@ -1,0 +1,152 @@
+"""Trainer: one rank of a training run, from a plan and the script's flags."""
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from planner.plan import Plan
+from runtime import collectives
+from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
+from runtime.executor import Executor
+from runtime.initialise import normal_initialiser
+from runtime.lower import lower
+from runtime.mesh import World
+from runtime.metrics import Measurement, Recorder, model_flops_utilisation, peak_memory
+from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate, precisions
+from runtime.options import TrainingOptions
+from runtime.program import materialise
+from runtime.zero import ShardedStates
+
+
+class TrainingBrokeError(RuntimeError):
+    """The numbers are no longer worth computing; the message says which."""
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Attributes:
+        executor: Runs forward and backward of a step.
+        optimizer: Clips, updates, publishes.
+        step: The step that runs.
+
+    """
+
+    def __init__(self, plan: Plan, options: TrainingOptions, world: World) -> None:
+        """Open the data, lower the model and give it its first values.
+
+        Raises:
+            ValueError: The plan or an option cannot be carried out.
+
+        """
+        layout = plan.layout
+        self.step = 0
+        self._plan = plan
+        self._options = options
+        self._mesh = world.mesh(layout)
+        self._source = _open_source(plan, options)
+        self._settings = options.optimizer_settings(OptimizerSettings(kind=plan.job.optimizer))
+        formats = precisions(plan.job)
+        program = lower(plan.model, plan.job, layout, self._mesh)
+        values = normal_initialiser(options.seed, plan.model.num_layers, world.device)
+        materialise(program, values, device=world.device)
+        self._states = ShardedStates(program, self._mesh, formats)
+        self.executor = Executor(program, self._mesh, self._states)
+        self.optimizer = ShardedOptimizer(self._states, self._settings)
+        self._recorder = Recorder(options.output, plan) if world.rank == 0 else None
+        self._stop = False
+        self._start = time.perf_counter()
+        if world.rank == 0:
+            for warning in program.warnings:
+                print(f"warning: {warning}", file=sys.stderr)  # noqa: T201  (progress)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left; SIGTERM ends them after the one that runs."""
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
+        for step in range(self.step, self._options.steps):
+            self.step = step
+            self._start = time.perf_counter()
+            yield step
+            if self._stop:
+                return
+        self._finish()
+
+    def micro_batches(self, step: int) -> list[dict[str, Tensor]]:
+        """Return this rank's share of a step's sequences."""
+        layout, job = self._plan.layout, self._plan.job
+        rank = self._mesh.coordinate("dp")
+        return micro_batches(
+            self._source,
+            seed=self._options.seed,
+            step=step,
+            sequences=share_of(job.global_batch_size, layout.data_parallel, rank),
+            micro_batch_size=layout.micro_batch_size,
+            seq_len=job.seq_len,
+            device=self._mesh.device,
+        )
+
+    def record(self, step: int, loss: Tensor, gradient_norm: Tensor) -> None:
+        """Measure the step: a line of measured.jsonl, and one to read.
+
+        Raises:
+            TrainingBrokeError: The loss is not a number.
+
+        """
+        loss_now = loss.item()  # waits for the device
+        seconds = time.perf_counter() - self._start
+        allocated, reserved = self._agree(peak_memory(self._mesh.device))
+        if not math.isfinite(loss_now):
+            raise TrainingBrokeError(
+                f"the loss is {loss_now} in step {step}; try a lower --learning-rate or a longer "
+                "--warmup-steps"
+            )
+        if self._recorder is None:
+            return
+        on_gpu = self._mesh.device.type == "cuda"
+        tokens = self._plan.job.tokens_per_step / self._plan.layout.num_gpus
+        self._recorder.record(
+            Measurement(
+                step=step,
+                loss=loss_now,
+                gradient_norm=gradient_norm.item(),
+                learning_rate=learning_rate(self._settings, step),
+                step_seconds=seconds,
+                tokens_per_second_per_gpu=tokens / seconds,
+                mfu=model_flops_utilisation(self._plan, seconds),
+                allocated_gib=allocated if on_gpu else None,
+                reserved_gib=reserved,
+            )
+        )
+
+    def _agree(self, memory: tuple[float, float]) -> tuple[float, float]:
+        """Return the fullest rank's memory; on the way, all learn whether one must stop."""
+        mine = torch.tensor([*memory, float(self._stop)], dtype=torch.float32)
+        largest = collectives.all_reduce(
+            mine.to(self._mesh.device), self._mesh.group("world"), "max"
+        )
+        allocated, reserved, stop = largest.tolist()
+        self._stop = bool(stop)
+        return allocated, reserved
+
+    def _ask_to_stop(self, signum: int, frame: object) -> None:  # noqa: ARG002  (a handler)
+        self._stop = True
+
+    def _finish(self) -> None:
+        if self._recorder is not None:
+            print(self._recorder.finish())  # noqa: T201  (the run's result)
+
+
+def _open_source(plan: Plan, options: TrainingOptions) -> Source:
+    if options.synthetic:
+        return SyntheticStream(vocab_size=plan.model.vocab_size)
+    return open_data(
+        options.data,
+        vocab_size=plan.model.vocab_size,
+        seq_len=plan.job.seq_len,
+        tokenizer=options.tokenizer,
+    )
