@@ -51,7 +51,7 @@ def activation(
 ) -> MemoryPass:
     """Return the non-linearity between the products; fused kernels touch each element once."""
     inputs = 2 if model.gated_ffn else 1
-    fused = job.target in (Target.MEGATRON, Target.DEEPSPEED) or bool(job.switches.compile)
+    fused = job.target is Target.MEGATRON or bool(job.switches.compile)
     # Eager gating is two kernels (activation, product) with the activation written in between.
     between = 0 if fused or inputs == 1 else 2
     return MemoryPass(

@@ -51,11 +51,11 @@ def overlap_of(job: TrainingJob) -> Overlap:
         tensor_backward=from_megatron,
         tensor_pipelined=switches.overlap_tensor_parallel,
         gathers_again=from_megatron,
-        grad_reduce=switches.overlap_grad_reduce and target is not Target.NATIVE,
+        grad_reduce=switches.overlap_grad_reduce,
         param_gather=switches.overlap_grad_reduce and target is Target.MEGATRON,
         prefetch=True,
         experts=switches.overlap_expert_parallel,
-        reduces_each_micro_batch=target is Target.DEEPSPEED,
+        reduces_each_micro_batch=target in (Target.DEEPSPEED, Target.NATIVE),
     )
 
 

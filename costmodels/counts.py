@@ -1,0 +1,244 @@
+"""What one rank executes in a step, in whole numbers: FLOPs, and bytes that each axis carries.
+
+Conventions (those of `planner verify`):
+
+    FLOPs     2 m n k of each matrix product, its two gradients the same each; attention as the
+              kernel runs it: half of the square where causal, two products forward and five
+              backward; recomputation counts
+    bytes     the whole tensor of an all-gather (output), reduce-scatter (input) or all-reduce,
+              what is sent of an all-to-all or a transfer; single numbers do not count
+
+Counted from the same ops that the time model prices, in exact integers. How states travel follows
+the native runtime: gradients once per step under ZeRO-0 and 1, after each backward under ZeRO-2
+and 3; ZeRO-3 gathers each block for its forward and for its backward.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from costmodels.job import Precision, TrainingJob
+from costmodels.layout import Layout, Recompute
+from costmodels.model import LayerKind, ModelSpec
+from costmodels.ops import Attention, Block, Collective, Gemm
+from costmodels.parameters import head_parameters, layer_parameters
+from costmodels.shard import Shard, padded_rows, shard_of
+from costmodels.states import bytes_per_weight
+from costmodels.workload import Workload, build_workload
+
+ZERO_2, ZERO_3 = 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCounts:
+    """Executed work of one rank in one step.
+
+    Attributes:
+        flops: Forward, backward and recomputation.
+        num_bytes: (axis, bytes) of the axes that carry anything, sorted: "tp", "cp", "dp", "ep"
+            or "pp".
+
+    """
+
+    flops: int
+    num_bytes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockCounts:
+    """One micro-batch of a block: forward and backward FLOPs, what runs again, bytes by axis."""
+
+    forward: int
+    backward: int
+    again: int
+    selective: int
+    bytes_once: Counter[str]
+    bytes_again: Counter[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Local weights of a block: those on every data rank, and those summed over the tensor axis."""
+
+    dense: int
+    tensor_copies: int
+
+
+def count_rank(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) -> RankCounts:
+    """Count what a pipeline rank executes in one step.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        layout: How it is spread.
+        rank: Position along the pipeline; ranks of the other axes do the same.
+
+    """
+    shard = shard_of(layout, job)
+    workload = build_workload(model, job, shard)
+    blocks = {kind: _count_block(block, job, layout) for kind, block in workload.layers}
+    ends = _end_blocks(workload, job, layout)
+    flops, axes = 0, Counter[str]()
+    for stage in layout.stages_of_rank(rank):
+        own = _layers_of_stage(model, layout, stage)
+        recomputed = own[: layout.recompute_layers or len(own)] if _is_full(layout) else ()
+        for kind in own:
+            once, extra = _work(blocks[kind], layout, again=False)
+            flops, axes = flops + once, axes + extra
+        for kind in recomputed:
+            once, extra = _work(blocks[kind], layout, again=True)
+            flops, axes = flops + once, axes + extra
+        for place, block in ends:
+            if place % layout.num_stages == stage:
+                once, extra = _work(block, layout, again=False)
+                flops, axes = flops + once, axes + extra
+    total = Counter({axis: layout.num_micro_batches * size for axis, size in axes.items()})
+    total += _pipeline_bytes(model, job, layout, shard, rank)
+    total += _state_bytes(model, job, layout, rank)
+    return RankCounts(
+        flops=layout.num_micro_batches * flops,
+        num_bytes=tuple(sorted((axis, size) for axis, size in total.items() if size)),
+    )
+
+
+def _is_full(layout: Layout) -> bool:
+    return layout.recompute is Recompute.FULL
+
+
+def _layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[LayerKind, ...]:
+    first = sum(layout.layers_per_stage[:stage])
+    return model.layer_kinds[first : first + layout.layers_per_stage[stage]]
+
+
+def _end_blocks(
+    workload: Workload, job: TrainingJob, layout: Layout
+) -> tuple[tuple[int, _BlockCounts], ...]:
+    return (
+        (0, _count_block(workload.embedding, job, layout)),
+        (-1, _count_block(workload.head, job, layout)),
+    )
+
+
+def _work(block: _BlockCounts, layout: Layout, *, again: bool) -> tuple[int, Counter[str]]:
+    """Return FLOPs and bytes of one micro-batch, or what full recomputation adds to them."""
+    if again:
+        return block.again, block.bytes_again
+    selective = block.selective if layout.recompute is Recompute.SELECTIVE else 0
+    return block.forward + block.backward + selective, block.bytes_once
+
+
+def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts:
+    forward = backward = selective = last = 0
+    once, again = Counter[str](), Counter[str]()
+    for op in block.ops:
+        if isinstance(op, Gemm):
+            product = 2 * op.m * op.n * op.k * op.count
+            forward += product
+            backward += product * (2 if op.trained or not op.weight else 1)
+            selective += product if op.module == "core_attn" else 0
+            last = product
+        elif isinstance(op, Attention):
+            forward += op.flops
+            backward += op.flops * 5 // 2
+            selective += op.flops
+        elif isinstance(op, Collective) and _group_size(op, layout) > 1:
+            ahead, back = _both_ways(op, job, layout)
+            once[op.axis] += ahead + back
+            again[op.axis] += ahead if op.name != "ffn_leave" else 0
+    # torch.utils.checkpoint stops once what backward needs is there: the last product's result,
+    # and its reduction, are not made again.
+    return _BlockCounts(
+        forward=forward,
+        backward=backward,
+        again=forward - last,
+        selective=selective,
+        bytes_once=once,
+        bytes_again=again,
+    )
+
+
+def _group_size(op: Collective, layout: Layout) -> int:
+    sizes = {
+        "tensor": layout.tensor_parallel,
+        "context": layout.context_parallel,
+        "expert": layout.expert_parallel,
+        "expert_tensor": layout.expert_tensor_parallel,
+    }
+    return sizes[op.group]
+
+
+def _both_ways(op: Collective, job: TrainingJob, layout: Layout) -> tuple[int, int]:
+    """Return the bytes of a collective in forward and in backward."""
+    split = layout.sequence_parallel
+    ahead = op.forward if split or op.plain_forward is None else op.plain_forward
+    back = op.backward if split or op.plain_backward is None else op.plain_backward
+    payload = op.payload
+    if job.precision is Precision.FP32 and op.name != "loss_reduce":
+        payload *= 2  # ops state 16-bit activations
+    if op.forward == "ring":
+        steps = layout.context_parallel - 1
+        return payload * steps, 2 * payload * steps
+    return payload * bool(ahead), payload * bool(back)
+
+
+def _pipeline_bytes(
+    model: ModelSpec, job: TrainingJob, layout: Layout, shard: Shard, rank: int
+) -> Counter[str]:
+    """Count activations sent forward and gradients sent back, to stages on other ranks."""
+    element = 4 if job.precision is Precision.FP32 else 2
+    size = element * shard.outer_tokens * model.hidden_size
+    sends = 0
+    for stage in layout.stages_of_rank(rank):
+        for neighbour in (stage - 1, stage + 1):
+            if 0 <= neighbour < layout.num_stages:
+                sends += layout.rank_of_stage(neighbour) != rank
+    return Counter({"pp": sends * size * layout.num_micro_batches})
+
+
+def _state_bytes(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) -> Counter[str]:
+    """Count gradients and weights that travel to keep the states of a rank in step."""
+    weights = _rank_weights(model, job, layout, rank)
+    per_weight = bytes_per_weight(job)
+    ways = layout.data_parallel * layout.context_parallel
+    sharded = layout.zero_stage > 0 and layout.zero_group > 1
+    per_pass = layout.num_micro_batches if sharded and layout.zero_stage >= ZERO_2 else 1
+    total = Counter[str]()
+    if ways > 1:
+        total["dp"] += weights.dense * per_weight.gradient * per_pass
+    if sharded:
+        shard = weights.dense // layout.zero_group
+        if ways > layout.zero_group:
+            total["dp"] += shard * per_weight.gradient
+        gathers = 2 * layout.num_micro_batches if layout.zero_stage == ZERO_3 else 1
+        total["dp"] += weights.dense * per_weight.working * gathers
+    cut = layout.zero_group if sharded else 1
+    if layout.tensor_parallel > 1:
+        total["tp"] += weights.tensor_copies // cut * per_weight.gradient
+    return total
+
+
+def _rank_weights(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) -> _Weights:
+    """Return the weights of a rank; copies over the tensor axis differ under sequence parallelism.
+
+    Norms then see other tokens on each rank, so their gradients are summed.
+    """
+    tp = layout.tensor_parallel
+    dense = copies = 0
+    for stage in layout.stages_of_rank(rank):
+        for kind in _layers_of_stage(model, layout, stage):
+            weights = layer_parameters(model, kind)
+            cut = weights.query_and_output_matrices + weights.ffn_matrices
+            shared = weights.replicated_vectors + weights.latent_matrices + weights.router
+            key_value = weights.key_value_matrices // min(tp, model.num_kv_heads)
+            dense += (cut + weights.sharded_vectors) // tp + key_value + shared
+            copies += shared
+    rows = padded_rows(model, job.target, tp) // tp
+    stages = layout.stages_of_rank(rank)
+    if 0 in stages:
+        dense += rows * model.hidden_size + model.num_position_embeddings * model.hidden_size
+    if layout.num_stages - 1 in stages:
+        tied = model.tied_embeddings
+        norm = head_parameters(model) - (0 if tied else model.vocab_size * model.hidden_size)
+        own = 0 if tied and 0 in stages else rows * model.hidden_size
+        dense += own + norm
+        copies += norm
+    return _Weights(dense=dense, tensor_copies=copies if layout.sequence_parallel else 0)

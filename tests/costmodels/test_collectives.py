@@ -1,0 +1,107 @@
+"""Seconds of collectives: hand-worked figures, limits and laws."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels.compiled import collectives
+from costmodels.units import GB, GIB, US
+
+NVLINK = {
+    "inner_bandwidth": 450.0 * GB,
+    "outer_bandwidth": 50.0 * GB,
+    "inner_latency": 2 * US,
+    "outer_latency": 5 * US,
+    "base_latency": 0.0,
+}
+FREE = NVLINK | {"inner_latency": 0.0, "outer_latency": 0.0}
+
+sizes = st.integers(1, 64)
+payloads = st.floats(1.0, 1e11)
+
+
+def test_all_gather_of_one_device_is_free():
+    assert collectives.all_gather(payload=GIB, inner=1, outer=1, **NVLINK).seconds == 0
+
+
+def test_all_gather_of_1_gib_on_8_nvlinked_gpus_takes_2_1_ms_by_hand():
+    # 7 hops of 2 us, and 7/8 of 1.0737 GB at 450 GB/s: 2.0878 ms.
+    seconds = collectives.all_gather(payload=GIB, inner=8, outer=1, **NVLINK).seconds
+    assert seconds == pytest.approx(14e-6 + 2.08785e-3, rel=1e-4)
+
+
+def test_all_reduce_of_large_tensors_is_reduce_scatter_and_all_gather():
+    gather = collectives.all_gather(payload=GIB, inner=8, outer=4, **FREE).seconds
+    reduce = collectives.all_reduce(payload=GIB, inner=8, outer=4, **FREE).seconds
+    assert reduce == pytest.approx(2 * gather)
+
+
+def test_ranks_of_a_node_pool_their_network_ports():
+    # 3/4 of 1.0737 GB enters each of 4 nodes: over one port, or over eight (then NVLink is 7/8...).
+    alone = collectives.all_gather(payload=GIB, inner=1, outer=4, **FREE).seconds
+    pooled = collectives.all_gather(payload=GIB, inner=8, outer=4, **FREE).seconds
+    assert alone == pytest.approx(0.75 * GIB / (50 * GB))
+    assert pooled == pytest.approx(max(0.75 * GIB / (400 * GB), 31 / 32 * GIB / (450 * GB)))
+
+
+def test_small_all_reduce_over_many_nodes_uses_a_tree():
+    # A ring over 64 nodes pays 2 * 63 hops, a double tree 2 * 6.
+    seconds = collectives.all_reduce(payload=8, inner=1, outer=64, **NVLINK).seconds
+    assert seconds == pytest.approx(2 * 6 * 5e-6, rel=1e-3)
+
+
+def test_all_to_all_inside_a_node_moves_all_but_the_own_share():
+    seconds = collectives.all_to_all(
+        payload=GIB, inner=8, outer=1, across_share=1.0, **FREE
+    ).seconds
+    assert seconds == pytest.approx(7 / 8 * GIB / (450 * GB))
+
+
+def test_all_to_all_over_nodes_is_bound_by_the_network():
+    # 8 of 16 ranks are remote: half of the payload over the own port.
+    seconds = collectives.all_to_all(
+        payload=GIB, inner=8, outer=2, across_share=1.0, **FREE
+    ).seconds
+    assert seconds == pytest.approx(0.5 * GIB / (50 * GB))
+
+
+def test_a_token_sent_once_per_node_saves_network_time():
+    costs = [
+        collectives.all_to_all(payload=GIB, inner=8, outer=2, across_share=share, **FREE).seconds
+        for share in (1.0, 0.25)
+    ]
+    assert costs[1] == pytest.approx(costs[0] / 4)
+
+
+def test_sending_to_a_neighbour_takes_the_tier_between_them():
+    links = {k: v for k, v in NVLINK.items() if k != "inner"}
+    near = collectives.send(payload=GIB, outer=1, **links).seconds
+    far = collectives.send(payload=GIB, outer=2, **links).seconds
+    assert near == pytest.approx(2e-6 + GIB / (450 * GB))
+    assert far == pytest.approx(5e-6 + GIB / (50 * GB))
+
+
+@given(payloads, sizes, sizes)
+def test_seconds_grow_with_payload(payload, inner, outer):
+    for name in ("all_gather", "all_reduce"):
+        cost = getattr(collectives, name)
+        small = cost(payload=payload, inner=inner, outer=outer, **NVLINK).seconds
+        large = cost(payload=2 * payload, inner=inner, outer=outer, **NVLINK).seconds
+        assert large >= small
+
+
+@given(payloads, sizes, sizes)
+def test_seconds_fall_with_bandwidth(payload, inner, outer):
+    faster = NVLINK | {"inner_bandwidth": 900.0 * GB, "outer_bandwidth": 100.0 * GB}
+    for name in ("all_gather", "all_reduce"):
+        cost = getattr(collectives, name)
+        before = cost(payload=payload, inner=inner, outer=outer, **NVLINK).seconds
+        after = cost(payload=payload, inner=inner, outer=outer, **faster).seconds
+        assert after <= before
+
+
+@given(payloads, sizes)
+def test_gathering_within_a_domain_is_not_slower_than_over_the_network(payload, size):
+    within = collectives.all_gather(payload=payload, inner=size, outer=1, **NVLINK).seconds
+    across = collectives.all_gather(payload=payload, inner=1, outer=size, **NVLINK).seconds
+    assert within <= across
