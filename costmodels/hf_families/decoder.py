@@ -110,11 +110,17 @@ def read_rope(keys: ConfigKeys, habits: Habits) -> Rope:
     return Rope(
         theta=keys.number("rope_theta", "rotary_emb_base", default=theta),
         fraction=keys.number("partial_rotary_factor", "rotary_pct", default=fraction),
-        scaling=tuple(
-            (key, value if isinstance(value, (int, float, str)) else json.dumps(value))
-            for key, value in sorted(scaling.items())
-        ),
+        scaling=tuple((key, _plain(value)) for key, value in sorted(scaling.items())),
     )
+
+
+def _plain(value: object) -> float | str:
+    """Return numbers as floats, so that a plan reads back what it wrote; the rest as JSON text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return json.dumps(value)
 
 
 def with_window(

@@ -57,7 +57,8 @@ def gemma(keys: ConfigKeys) -> ModelSpec:
 def gemma2(keys: ConfigKeys) -> ModelSpec:
     """Gemma 2: four norms per layer, every other layer with a window."""
     spec = replace(gemma(keys), norms_per_layer=4)
-    return with_window(keys, spec, keys.optional_count("sliding_window"), period=2)
+    window = keys.optional_count("sliding_window", "sliding_window_size")
+    return with_window(keys, spec, window, period=2)
 
 
 def phi3(keys: ConfigKeys) -> ModelSpec:

@@ -163,7 +163,10 @@ def _model(model: ModelSpec) -> Section:
     for is_there, what in reasons:
         if is_there:
             raise _cannot(what)
-    scaling: Section = dict(model.rope_scaling)
+    scaling: Section = {
+        key: int(value) if key.endswith("_position_embeddings") else value
+        for key, value in model.rope_scaling
+    }
     return {
         CLASSES[model.architecture]: True,
         "hidden_size": model.hidden_size,

@@ -146,6 +146,19 @@ def test_rope_is_read_from_old_and_new_keys_alike() -> None:
     assert read(LLAMA, rope_parameters={"rope_type": "default", "rope_theta": 1e4}) == read(LLAMA)
 
 
+def test_rope_scaling_is_numbers_and_text() -> None:
+    """gpt-oss has a flag in it, Phi-3's longrope has lists."""
+    scaling = {"type": "longrope", "truncate": False, "factor": 4, "short_factor": [1.0, 1.5]}
+    read_back = dict(read(LLAMA, rope_scaling=scaling).rope_scaling)
+    assert read_back == {
+        "type": "longrope",
+        "truncate": "false",
+        "factor": 4.0,
+        "short_factor": "[1.0, 1.5]",
+    }
+    assert type(read_back["factor"]) is float
+
+
 def test_layer_types_have_to_be_the_pattern_that_is_modelled() -> None:
     config = LLAMA | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 32}
     alternating = ["sliding_attention", "full_attention"] * 2

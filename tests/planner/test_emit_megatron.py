@@ -225,6 +225,12 @@ def test_zero_stages_are_the_distributed_optimizer_or_fsdp(
     assert "--overlap-grad-reduce" in options
 
 
+def test_one_rank_has_nothing_to_overlap_but_keeps_its_optimizer() -> None:
+    options = set(arguments(planned(gpus=1, zero_stage=1, offload=(Offload.OPTIMIZER,))))
+    assert {"--use-distributed-optimizer", "--optimizer-cpu-offload"} <= options
+    assert not {"--overlap-grad-reduce", "--overlap-param-gather"} & options
+
+
 def test_groups_of_shards_are_copies_of_the_optimizer() -> None:
     options = arguments(planned(gpus=16, zero_stage=1, zero_group=8))
     assert options["--num-distributed-optimizer-instances"] == ("2",)

@@ -18,6 +18,7 @@ from costmodels.parameters import (
     num_active_parameters,
     num_parameters,
 )
+from planner.codec import decode, encode
 from planner.presets import ModelFunctionReference, presets, read_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "param_counts.csv"
@@ -60,6 +61,12 @@ def test_the_golden_table_covers_every_preset_with_a_published_count() -> None:
 def test_plain_sizes_stand_for_one_model_each(size: str, name: str) -> None:
     assert read_model(size).name == name
     assert read_model(size) == read_model(name.lower())
+
+
+def test_every_preset_reads_back_from_its_json() -> None:
+    for preset in presets():
+        model = read_model(preset.name)
+        assert decode(ModelSpec, json.loads(json.dumps(encode(model))), "model") == model
 
 
 def test_names_are_unique_and_every_preset_says_where_it_comes_from() -> None:

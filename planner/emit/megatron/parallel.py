@@ -111,8 +111,8 @@ def pipeline_layout(split: tuple[int, ...]) -> str:
 
 def _sharding(job: TrainingJob, layout: Layout) -> list[Option]:
     shards = layout.data_parallel * layout.context_parallel
-    if shards == 1 or layout.zero_stage == 0:
-        overlaps = job.switches.overlap_grad_reduce and shards > 1
+    overlaps = job.switches.overlap_grad_reduce and shards > 1
+    if layout.zero_stage == 0:
         return [("--overlap-grad-reduce",)] if overlaps else []
     options: list[Option] = [("--use-distributed-optimizer",)]
     if layout.zero_stage >= FSDP_STAGE:
@@ -125,6 +125,6 @@ def _sharding(job: TrainingJob, layout: Layout) -> list[Option]:
     if layout.zero_group < shards:
         copies = shards // layout.zero_group
         options.append(("--num-distributed-optimizer-instances", str(copies)))
-    if job.switches.overlap_grad_reduce:
+    if overlaps:
         options += [("--overlap-grad-reduce",), ("--overlap-param-gather",)]
     return options
