@@ -27,7 +27,6 @@ from costmodels.job import TrainingJob
 from costmodels.layout import AXES, Layout, Recompute
 from costmodels.layout_costs import (
     FULL_CODE,
-    BlockTimes,
     LayoutCosts,
     layout_costs,
     rank_state_seconds,
@@ -35,7 +34,16 @@ from costmodels.layout_costs import (
 from costmodels.layout_table import RECOMPUTES, LayoutTable, table_of
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import overlap_of
-from costmodels.schedule import PipelineSums, makespan_lower_bound
+from costmodels.pipeline_bound import (
+    BlockTotals,
+    SplitLimits,
+    block_totals,
+    blocks_of,
+    no_limits,
+    pipeline_lower_bound,
+    pipeline_sums,
+)
+from costmodels.schedule import makespan_lower_bound
 from costmodels.stages import ZERO_2
 
 Values = NDArray[np.float64]
@@ -58,16 +66,6 @@ class Bounds:
     reserved_bytes: Values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Totals:
-    """Sums over all blocks of the network, in seconds of one micro-batch."""
-
-    forward: Values
-    backward_input: Values
-    backward_weight: Values
-    recompute: Values
-
-
 def bound_table(model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable) -> Bounds:
     """Bound every layout of a table.
 
@@ -88,20 +86,28 @@ def bound_table(model: ModelSpec, job: TrainingJob, cluster: Cluster, table: Lay
 
 
 def time_lower_bound(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    limits: SplitLimits | None = None,
 ) -> Values:
-    """Return seconds that no partition of the layers goes below, one entry per layout."""
+    """Return seconds that no partition of the layers goes below, one entry per layout.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        cluster: The machine.
+        table: Layouts that the rules allow.
+        limits: What is known of the partitions; None knows nothing.
+
+    """
+    limits = limits or no_limits(table)
     costs = layout_costs(model, job, cluster, table)
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
-    totals = _totals(costs, counts)
-    sums = _pipeline_sums(costs, counts, totals, table)
-    pipeline = makespan_lower_bound(
-        table.schedule,
-        table.pipeline_parallel,
-        table.stages_per_rank,
-        table.num_micro_batches,
-        sums,
-    )
+    totals = block_totals(costs, counts)
+    sums = pipeline_sums(costs, counts, totals, table, limits)
+    pipeline = pipeline_lower_bound(costs, sums, table, limits)
     rest = _rest(job, costs, counts, totals, table)
     overhead = cluster.profile.calibration["step_overhead"]
     bound: Values = (pipeline + rest + overhead) * (1 + stragglers(cluster)) * _ROUNDING
@@ -115,6 +121,7 @@ def open_lower_bound(
     table: LayoutTable,
     *,
     schedule_is_open: bool,
+    recomputed: Values | None = None,
 ) -> Values:
     """Return seconds that no completion of partial layouts goes below.
 
@@ -129,22 +136,25 @@ def open_lower_bound(
         table: Degrees, micro-batches, sequence and context choices decided.
         schedule_is_open: The schedule and the stages per rank are open too; any keeps the slowest
             rank busy and passes one micro-batch through every stage.
+        recomputed: Layers per stage that every completion recomputes at least; None is 0.
 
     """
+    again = np.zeros(len(table)) if recomputed is None else recomputed
     zeros = np.zeros(len(table), dtype=np.int64)
     closed = replace(
         table,
         rank_orders=(AXES,),
         rank_order=zeros,
         zero_stage=zeros,
-        recompute=np.full(len(table), RECOMPUTES.index(Recompute.NONE)),
+        recompute=np.where(again > 0, FULL_CODE, RECOMPUTES.index(Recompute.NONE)),
         offload_optimizer=zeros,
         offload_parameters=zeros,
         offload_activations=zeros,
     )
     costs = layout_costs(model, job, cluster, closed)
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
-    sums = _pipeline_sums(costs, counts, _totals(costs, counts), closed)
+    limits = replace(no_limits(table), recomputed=np.maximum(again, 1))
+    sums = pipeline_sums(costs, counts, block_totals(costs, counts), closed, limits)
     pipeline = makespan_lower_bound(
         np.full(len(table), _ANY_SCHEDULE) if schedule_is_open else table.schedule,
         table.pipeline_parallel,
@@ -172,65 +182,23 @@ def around_pipeline(
     table = table_of([layout])
     costs = layout_costs(model, job, cluster, table, layout.recompute_modules)
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
-    rest = _rest(job, costs, counts, _totals(costs, counts), table)
+    rest = _rest(job, costs, counts, block_totals(costs, counts), table)
     once = float(rest[0]) + cluster.profile.calibration["step_overhead"]
     return AroundPipeline(once=once, stretch=(1 + stragglers(cluster)) * _ROUNDING)
-
-
-def _blocks(costs: LayoutCosts, counts: dict[LayerKind, int]) -> tuple[tuple[int, BlockTimes], ...]:
-    """Return every block of the network with its number."""
-    layers = tuple((counts[kind], times) for kind, times in costs.layers)
-    return ((1, costs.embedding), *layers, (1, costs.head))
-
-
-def _totals(costs: LayoutCosts, counts: dict[LayerKind, int]) -> _Totals:
-    blocks = _blocks(costs, counts)
-    recompute = sum(counts[kind] * times.recompute for kind, times in costs.layers)
-    return _Totals(
-        forward=np.asarray(sum(n * times.forward for n, times in blocks)),
-        backward_input=np.asarray(sum(n * times.backward_input for n, times in blocks)),
-        backward_weight=np.asarray(sum(n * times.backward_weight for n, times in blocks)),
-        recompute=np.asarray(recompute),
-    )
-
-
-def _pipeline_sums(
-    costs: LayoutCosts, counts: dict[LayerKind, int], totals: _Totals, table: LayoutTable
-) -> PipelineSums:
-    """Return what every partition has in common."""
-    layers = [times for _, times in costs.layers]
-    full = table.recompute == FULL_CODE
-    again = np.where(full, np.minimum.reduce([times.recompute for times in layers]), 0.0)
-    stages = table.pipeline_parallel * table.stages_per_rank
-    shares = [times.forward / times.total for times in (costs.embedding, *layers, costs.head)]
-    least = np.minimum.reduce([times.total for times in layers])
-    fullest = -(-sum(counts.values()) // table.pipeline_parallel)
-    backward = [times.backward_input + times.backward_weight for times in layers]
-    return PipelineSums(
-        forward=totals.forward,
-        backward_input=totals.backward_input + again * stages,
-        backward_weight=totals.backward_weight,
-        # Some rank holds at least the mean number of layers, rounded up; the last stage the head.
-        slowest_rank=np.maximum(fullest * least, costs.head.total + least) + again,
-        forward_share=np.maximum.reduce(shares),
-        smallest_forward=np.minimum.reduce([times.forward for times in layers]),
-        smallest_backward=np.minimum.reduce(backward) + again,
-        transfer=costs.hop,
-    )
 
 
 def _rest(
     job: TrainingJob,
     costs: LayoutCosts,
     counts: dict[LayerKind, int],
-    totals: _Totals,
+    totals: BlockTotals,
     table: LayoutTable,
 ) -> Values:
     """Return what the average rank does once per step, at its best hidden."""
     overlap = overlap_of(job)
     parts = [
         [n * part for part in rank_state_seconds(costs.states, times.weights)]
-        for n, times in _blocks(costs, counts)
+        for n, times in blocks_of(costs, counts)
     ]
     p = table.pipeline_parallel
     reduce, gather, update = (np.asarray(sum(column)) / p for column in zip(*parts, strict=True))

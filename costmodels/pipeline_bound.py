@@ -1,0 +1,141 @@
+"""Lower bounds of a layout's pipeline over every split of its layers that a caller considers.
+
+`makespan_lower_bound` knows sums over all stages; this module finds the sums from block costs, and
+adds what a caller may know of the splits (`SplitLimits`): the smallest stage, and how many layers
+each stage must recompute to fit. With several stages per rank the last rank gives a bound of its
+own: nothing starts there before one forward of every rank ahead, and behind its last backward the
+ranks ahead run one more each (unless weight gradients may end the step).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.layout import Schedule
+from costmodels.layout_costs import FULL_CODE, BlockTimes, LayoutCosts
+from costmodels.layout_table import SCHEDULES, LayoutTable
+from costmodels.model import LayerKind
+from costmodels.schedule import PipelineSums, makespan_lower_bound
+
+Values = NDArray[np.float64]
+
+_INTERLEAVED = SCHEDULES.index(Schedule.INTERLEAVED)
+_V_SHAPED = [SCHEDULES.index(schedule) for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLimits:
+    """What the caller knows of every split that it will consider; one entry per layout.
+
+    Attributes:
+        layers: Layers of each stage, at least.
+        recomputed: Layers that each stage recomputes under full recomputation, at least.
+
+    """
+
+    layers: Values
+    recomputed: Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTotals:
+    """Sums over all blocks of the network, in seconds of one micro-batch."""
+
+    forward: Values
+    backward_input: Values
+    backward_weight: Values
+    recompute: Values
+
+
+def blocks_of(
+    costs: LayoutCosts, counts: dict[LayerKind, int]
+) -> tuple[tuple[int, BlockTimes], ...]:
+    """Return every block of the network with its number."""
+    layers = tuple((counts[kind], times) for kind, times in costs.layers)
+    return ((1, costs.embedding), *layers, (1, costs.head))
+
+
+def block_totals(costs: LayoutCosts, counts: dict[LayerKind, int]) -> BlockTotals:
+    """Return what all blocks of the network take together."""
+    blocks = blocks_of(costs, counts)
+    recompute = sum(counts[kind] * times.recompute for kind, times in costs.layers)
+    return BlockTotals(
+        forward=np.asarray(sum(n * times.forward for n, times in blocks)),
+        backward_input=np.asarray(sum(n * times.backward_input for n, times in blocks)),
+        backward_weight=np.asarray(sum(n * times.backward_weight for n, times in blocks)),
+        recompute=np.asarray(recompute),
+    )
+
+
+def no_limits(table: LayoutTable) -> SplitLimits:
+    """Each stage has a layer, and under full recomputation recomputes one."""
+    return SplitLimits(layers=np.ones(len(table)), recomputed=np.ones(len(table)))
+
+
+def pipeline_sums(
+    costs: LayoutCosts,
+    counts: dict[LayerKind, int],
+    totals: BlockTotals,
+    table: LayoutTable,
+    limits: SplitLimits,
+) -> PipelineSums:
+    """Return what every partition has in common."""
+    layers = [times for _, times in costs.layers]
+    p, v = table.pipeline_parallel.astype(np.float64), table.stages_per_rank.astype(np.float64)
+    num_layers = np.full(len(table), float(sum(counts.values())))
+    again = _again(costs, table)
+    shares = [times.forward / times.total for times in (costs.embedding, *layers, costs.head)]
+    least = np.minimum.reduce([times.total for times in layers])
+    fullest = np.ceil(num_layers / p)
+    few = limits.layers
+
+    def redone(of_layers: Values, stages: Values) -> Values:
+        """Fewest layers that so many layers in so many stages recompute: all but one are small."""
+        longest = np.maximum(of_layers - (stages - 1) * few, few)
+        some = (stages - 1) * np.minimum(limits.recomputed, few)
+        return np.asarray(some + np.minimum(limits.recomputed, longest), dtype=np.float64)
+
+    backward = [times.backward_input + times.backward_weight for times in layers]
+    ends = v * few
+    return PipelineSums(
+        forward=totals.forward,
+        backward_input=totals.backward_input + again * redone(num_layers, p * v),
+        backward_weight=totals.backward_weight,
+        # Some rank holds at least the mean number of layers, rounded up; the last stage the head.
+        slowest_rank=np.maximum(
+            fullest * least + again * redone(fullest, v),
+            costs.head.total + ends * least + again * v * np.minimum(limits.recomputed, few),
+        ),
+        forward_share=np.maximum.reduce(shares),
+        smallest_forward=few * np.minimum.reduce([times.forward for times in layers]),
+        smallest_backward=few * np.minimum.reduce(backward)
+        + again * np.minimum(limits.recomputed, few),
+        transfer=costs.hop,
+    )
+
+
+def pipeline_lower_bound(
+    costs: LayoutCosts, sums: PipelineSums, table: LayoutTable, limits: SplitLimits
+) -> Values:
+    """Return the schedule's bound, or with several stages per rank that of the last rank."""
+    p, v = table.pipeline_parallel, table.stages_per_rank
+    general = makespan_lower_bound(table.schedule, p, v, table.num_micro_batches, sums)
+    least = np.minimum.reduce([times.total for _, times in costs.layers])
+    is_looped = ~np.isin(table.schedule, _V_SHAPED)
+    redone = v * np.minimum(limits.recomputed, limits.layers)
+    work = v * limits.layers * least + redone * _again(costs, table)
+    work = work + np.where(is_looped, costs.head.total, 0.0)
+    before = (p - 1) * (sums.smallest_forward + sums.transfer)
+    ends_with_backward = table.schedule == _INTERLEAVED
+    after = np.where(ends_with_backward, (p - 1) * (sums.smallest_backward + sums.transfer), 0.0)
+    last = before + table.num_micro_batches * work + after
+    bound: Values = np.where(v > 1, np.maximum(general, last), general)
+    return bound
+
+
+def _again(costs: LayoutCosts, table: LayoutTable) -> Values:
+    """Return what recomputing one layer adds, the cheapest kind; 0 where nothing is redone."""
+    cheapest = np.minimum.reduce([times.recompute for _, times in costs.layers])
+    again: Values = np.where(table.recompute == FULL_CODE, cheapest, 0.0)
+    return again
