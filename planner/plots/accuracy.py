@@ -13,6 +13,7 @@ from planner.plots.style import MEASURED, PREDICTED, headline, new_figure, quiet
 # Chosen: a band holds its name, grows with its runs, and one sweep does not fill the page.
 LEAST_BAND, PER_RUN, MOST_BAND = 1.0, 0.06, 5.0
 INCHES_PER_BAND = 0.21
+MARGIN = 0.1  # share of a band that stays empty at either end
 
 
 @styled
@@ -92,7 +93,9 @@ def table_figure(rows: Sequence[MeasuredRow], generation: str) -> Figure:
 def _band(axes: Axes, members: Sequence[MeasuredRow], top: float, height: float) -> None:
     """Draw a family's runs one under the other, slowest first."""
     ordered = sorted(members, key=lambda row: row.measured)
-    places = [top + height * (i + 0.5) / len(ordered) for i in range(len(ordered))]
+    inner = MARGIN * height
+    spacing = (height - 2 * inner) / len(ordered)
+    places = [top + inner + spacing * (i + 0.5) for i in range(len(ordered))]
     measured = [row.measured for row in ordered]
     predicted = [row.measured * row.ratio for row in ordered]
     axes.hlines(places, measured, predicted, color="#bdbdbd", linewidth=0.6)
@@ -120,8 +123,10 @@ def _table_title(
     rows: Sequence[MeasuredRow], families: Sequence[tuple[str, list[MeasuredRow]]], generation: str
 ) -> str:
     over_families = mean(_error(members) for _, members in families)
+    runs = "1 run" if len(rows) == 1 else f"{len(rows):,} runs"
     return (
-        f"{generation.capitalize()}: {len(rows)} runs of {len(families)} families are predicted "
+        f"{generation.capitalize()}: {runs} of {len(families)} "
+        f"{'family is' if len(families) == 1 else 'families are'} predicted "
         f"{over_families:.0%} off on average, the median run "
         f"{median(abs(row.ratio - 1) for row in rows):.0%}"
     )
