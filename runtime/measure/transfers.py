@@ -16,6 +16,7 @@ from runtime import collectives
 from runtime.measure.samples import Sample, sample
 from runtime.measure.stopwatch import Stopwatch
 from runtime.mesh import Mesh, World
+from runtime.pending import Pending
 
 # Bytes of the full tensor. Small ones show the latency, large ones the bandwidth.
 SIZES = {
@@ -103,12 +104,21 @@ def _all_to_all(x: Tensor, mesh: Mesh) -> Tensor:
 
 def _ring_hop(x: Tensor, mesh: Mesh) -> Tensor:
     """Send to the next rank and receive from the one before, as a pipeline in full swing does."""
-    group = mesh.group(AXIS)
+    group, buffer = mesh.group(AXIS), torch.empty_like(x)
     after, before = (group.index + 1) % group.size, (group.index - 1) % group.size
-    sent = collectives.start_send(x, group, after, tag=0)
-    arrived = collectives.start_receive(torch.empty_like(x), group, before, tag=0)
-    sent.wait()
-    return arrived.wait()
+
+    def send() -> Pending:
+        return collectives.start_send(x, group, after, tag=0)
+
+    def receive() -> Pending:
+        return collectives.start_receive(buffer, group, before, tag=0)
+
+    # NCCL runs the messages of a pair in the order they were begun: two that both send first
+    # would wait for each other.
+    starts = (send, receive) if group.index % 2 == 0 else (receive, send)
+    for pending in [start() for start in starts]:
+        pending.wait()
+    return buffer
 
 
 # By the formula that predicts them; the model has one for all-gather and reduce-scatter.
