@@ -1,8 +1,8 @@
 """Plans as the configuration of other frameworks: pure text, one module per target.
 
 `emit` judges the layout by the target's own rules first, then asks the target's module. What a
-framework has no option for is refused by name (`CannotExpress`), never left out. Our own runtime's
-emitter is `planner.emit.native`.
+framework has no option for is refused by name (`CannotExpress`), never left out. Our own runtime
+(`native`) runs the plan file itself and so takes a whole `Plan`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,9 @@ from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.emission import CannotExpress, Emission, EmittedFile, PlanLike, Variable
 from planner.emit.megatron import emit_megatron
 from planner.emit.nanotron import emit_nanotron
+from planner.emit.native import emit_native
 from planner.emit.torchtitan import emit_torchtitan
+from planner.plan import Plan
 from planner.rules import violations
 
 __all__ = ["CannotExpress", "Emission", "EmittedFile", "PlanLike", "Variable", "emit"]
@@ -42,13 +44,14 @@ def emit(plan: PlanLike, target: Target) -> Emission:
 
     Raises:
         CannotExpress: The framework has no option for a part of the plan.
-        ValueError: The layout breaks a rule of the framework, or the target has no emitter here.
+        ValueError: The layout breaks a rule of the framework.
 
     """
-    if target not in EMITTERS:
-        known = ", ".join(sorted(EMITTERS))
-        raise ValueError(f"target {target.value} is not emitted here; known: {known}")
     job = replace(plan.job, target=target)
+    if target is Target.NATIVE:
+        if not isinstance(plan, Plan):
+            raise ValueError("native runs a whole plan: model, job, cluster and layout do not do")
+        return emit_native(replace(plan, job=job))
     broken = violations(plan.model, job, plan.cluster, plan.layout)
     if broken:
         reasons = "; ".join(violation.message for violation in broken)

@@ -11,13 +11,15 @@ Source: huggingface/accelerate `commands/config/config_args.py`, `parallelism_co
 `utils/dataclasses.py` of 1.12 (2025).
 """
 
+from pathlib import PurePosixPath
+
 from costmodels.hardware import Cluster
 from costmodels.job import Optimizer, Precision, Target, TrainingJob
 from costmodels.layout import AXES, ContextParallelType, Layout, Offload, Recompute
 from costmodels.model import ModelSpec
 from planner.emit.emission import CannotExpress, Emission, EmittedFile, Variable
 from planner.emit.launch import MASTER_PORT, Options, command_of, launch_files, num_nodes
-from planner.emit.text import Value, comment, yaml_text
+from planner.emit.text import Value, Word, comment, yaml_text
 
 CONFIG = "accelerate.yaml"
 KEEPS_PARAMETERS = 2  # ZeRO-2: shards gathered in forward stay until backward
@@ -81,7 +83,7 @@ def emit_accelerate(
             reason="Less memory lost to fragmentation.",
         ),
     )
-    program = ("accelerate", "launch", "--config_file", CONFIG)
+    program = ("accelerate", "launch", "--config_file", PurePosixPath(CONFIG))
     title = f"Accelerate: {model.name}"
     text = f"# {comment(title)}\n" + yaml_text(config)
     groups = (_script_options(job, layout),)
@@ -212,7 +214,7 @@ def _deepspeed(layout: Layout) -> Section:
 
 
 def _script_options(job: TrainingJob, layout: Layout) -> Options:
-    options: list[tuple[str, ...]] = [
+    options: list[tuple[Word, ...]] = [
         ("train.py",),
         ("--per_device_train_batch_size", str(layout.micro_batch_size)),
         ("--gradient_accumulation_steps", str(layout.num_micro_batches)),

@@ -13,6 +13,7 @@ refused by that version's config.
 """
 
 import json
+from pathlib import PurePosixPath
 
 from costmodels.hardware import Cluster
 from costmodels.job import Optimizer, Precision, Target, TrainingJob
@@ -20,7 +21,7 @@ from costmodels.layout import AXES, Layout, Offload, Recompute
 from costmodels.model import ModelSpec
 from planner.emit.emission import CannotExpress, Emission, EmittedFile, Variable
 from planner.emit.launch import Options, command_of, launch_files, torchrun
-from planner.emit.text import Value
+from planner.emit.text import Value, Word
 
 CONFIG = "ds_config.json"
 PARAMETERS_SHARDED = 3
@@ -191,8 +192,8 @@ def _expert_block(model: ModelSpec) -> str:
 
 
 def _script_options(job: TrainingJob, layout: Layout) -> Options:
-    options: list[tuple[str, ...]] = [
-        ("--deepspeed", CONFIG),
+    options: list[tuple[Word, ...]] = [
+        ("--deepspeed", PurePosixPath(CONFIG)),
         ("--max_seq_length", str(job.seq_len)),
     ]
     if layout.recompute is Recompute.FULL:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from costmodels.hardware import Cluster
 from planner.emit.emission import EmittedFile, Variable
-from planner.emit.text import comment, identifier, shell_options
+from planner.emit.text import Word, comment, identifier, shell_options, shell_words
 
 MASTER_PORT = 29500  # torch's own default
 
@@ -23,13 +23,13 @@ class Options:
     Attributes:
         name: The bash array that holds them.
         why: What they say, as a comment.
-        options: Each with its values.
+        options: Each with its values; a path names an emitted file.
 
     """
 
     name: str
     why: str
-    options: tuple[tuple[str, ...], ...]
+    options: tuple[tuple[Word, ...], ...]
 
 
 def num_nodes(cluster: Cluster) -> int:
@@ -52,15 +52,16 @@ def torchrun(cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def command_of(program: Sequence[str], groups: Sequence[Options]) -> tuple[str, ...]:
-    """Return a program with all its options as one argument list."""
-    return (*program, *(word for group in groups for option in group.options for word in option))
+def command_of(program: Sequence[Word], groups: Sequence[Options]) -> tuple[str, ...]:
+    """Return a program with all its options as one argument list, for the folder of its files."""
+    options = (word for group in groups for option in group.options for word in option)
+    return tuple(str(word) for word in (*program, *options))
 
 
 def launch_files(
     title: str,
     cluster: Cluster,
-    program: Sequence[str],
+    program: Sequence[Word],
     groups: Sequence[Options],
     environment: Sequence[Variable],
     *,
@@ -72,7 +73,7 @@ def launch_files(
     Args:
         title: What runs, for comments and the job's name; any text.
         cluster: Nodes and GPUs per node.
-        program: The command before its options.
+        program: The command before its options; scripts are looked up where it is called.
         groups: Its options, in order.
         environment: Variables to set, with reasons.
         node_words: Bash that tells a program other than torchrun its node and the first one's
@@ -81,14 +82,15 @@ def launch_files(
 
     """
     nodes = num_nodes(cluster)
-    start = shlex.join(program) + (f" {node_words}" if node_words and nodes > 1 else "")
+    start = shell_words(program) + (f" {node_words}" if node_words and nodes > 1 else "")
     if script:
-        start += f' "$(dirname -- "${{BASH_SOURCE[0]}}")"/{shlex.quote(script)}'
+        start += f' "$HERE"/{shlex.quote(script)}'
     head = [
         "#!/usr/bin/env bash",
         f"# {comment(title)}",
         f"# {nodes} x {processes_per_node(cluster)} GPUs. Words after this script are handed on.",
         "set -euo pipefail",
+        'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"',
     ]
     lines = [*head, *_environment(environment, nodes), *_call(start, groups)]
     return (
@@ -131,10 +133,12 @@ def _sbatch(title: str, cluster: Cluster) -> str:
             f"#SBATCH --gpus-per-node={processes_per_node(cluster)}",
             "#SBATCH --exclusive",
             "set -euo pipefail",
-            'cd "$SLURM_SUBMIT_DIR"',
+            "# Submit it from this folder; WORK_DIR is where the program lies, if elsewhere.",
+            'cd "${WORK_DIR:-$SLURM_SUBMIT_DIR}"',
+            'export LAUNCHER="$SLURM_SUBMIT_DIR/launch.sh"',
             'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
             "export MASTER_ADDR",
-            "srun bash -c 'NODE_RANK=\"$SLURM_NODEID\" exec bash launch.sh'",
+            'srun bash -c \'NODE_RANK="$SLURM_NODEID" exec bash "$LAUNCHER"\'',
             "",
         ]
     )

@@ -7,6 +7,8 @@ Source: huggingface/nanotron `src/nanotron/config/*.py`, `models/base.py` (build
 `examples/config_qwen.yaml` (main, 2025).
 """
 
+from pathlib import PurePosixPath
+
 from costmodels.hardware import Cluster
 from costmodels.job import Optimizer, Precision, Target, TrainingJob
 from costmodels.layout import AXES, Layout, Recompute, Schedule
@@ -44,7 +46,7 @@ def emit_nanotron(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: 
         Options(
             name="CONFIG_ARGS",
             why="Everything is in the YAML; without a dataset, nanotron makes up tokens.",
-            options=(("--config-file", CONFIG),),
+            options=(("--config-file", PurePosixPath(CONFIG)),),
         ),
     )
     title = f"nanotron: {model.name}"

@@ -7,10 +7,12 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
 
-LINE = 100
+# A word of a command: as it is, or the name of an emitted file.
+Word = str | PurePosixPath
 
 
 def comment(text: str) -> str:
@@ -23,9 +25,17 @@ def identifier(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-.") or "model"
 
 
-def shell_options(options: Sequence[tuple[str, ...]]) -> str:
+def shell_words(words: Sequence[Word]) -> str:
+    """Return words as bash reads them; a path is that of a file beside the script, in HERE."""
+    return " ".join(
+        shlex.quote(word) if isinstance(word, str) else f'"$HERE"/{shlex.quote(str(word))}'
+        for word in words
+    )
+
+
+def shell_options(options: Sequence[Sequence[Word]]) -> str:
     """Return options as lines of a bash array, one option with its values per line."""
-    return "".join(f"  {shlex.join(option)}\n" for option in options)
+    return "".join(f"  {shell_words(option)}\n" for option in options)
 
 
 def toml_value(value: Value) -> str:

@@ -10,6 +10,7 @@ Source: pytorch/torchtitan `config/job_config.py`, `models/*/__init__.py` and
 """
 
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 
 from costmodels.hardware import Cluster
 from costmodels.job import Optimizer, Precision, Target, TrainingJob
@@ -89,7 +90,7 @@ def emit_torchtitan(
     config = Options(
         name="CONFIG_ARGS",
         why="Model, sharding and schedule are in the TOML; dataset and tokenizer are yours to set.",
-        options=(("--job.config_file", CONFIG),),
+        options=(("--job.config_file", PurePosixPath(CONFIG)),),
     )
     title = f"torchtitan 0.2: {model.name}"
     return Emission(

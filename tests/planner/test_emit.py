@@ -18,6 +18,7 @@ from costmodels.job import Optimizer, Precision, Target
 from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
 from planner.emit import EMITTERS, CannotExpress, emit
 from planner.emit.text import comment, identifier, toml_value, yaml_text
+from planner.plan import Plan, SolverStatus
 from planner.rules import violations
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "emit"
@@ -49,9 +50,11 @@ def run_launcher(plan: Planned, target: Target, folder: Path, *arguments: str) -
         "NODE_RANK": "1",
         "MASTER_ADDR": "first-node",
     }
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
     done = subprocess.run(
-        ["bash", "launch.sh", *arguments],
-        cwd=folder,
+        ["bash", "../launch.sh", *arguments],
+        cwd=elsewhere,
         env=environment,
         capture_output=True,
         check=True,
@@ -69,7 +72,9 @@ def test_the_launcher_runs_the_command_and_hands_words_on(target: Target, tmp_pa
         node = ("--machine_rank", "1", "--main_process_ip", "first-node")
         place = command.index("train.py")
         command = (*command[:place], *node, *command[place:])
-    assert called == (*command, "--lr", "a b")
+    names = {file.path for file in emit(SAMPLES[target], target).files}
+    placed = tuple(str(tmp_path / word) if word in names else word for word in command)
+    assert called == (*placed, "--lr", "a b")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="launchers are bash")
@@ -77,7 +82,7 @@ def test_the_launcher_runs_the_command_and_hands_words_on(target: Target, tmp_pa
 def test_a_hostile_model_name_runs_nothing(target: Target, tmp_path: Path) -> None:
     plan = renamed(SAMPLES[target], HOSTILE)
     run_launcher(plan, target, tmp_path)
-    assert not (tmp_path / "pwned").exists()
+    assert not list(tmp_path.rglob("pwned"))
     for file in emit(plan, target).files:
         lines = file.text.splitlines()
         assert not any(line.strip().startswith("touch pwned") for line in lines), file.path
@@ -137,9 +142,27 @@ def test_the_plan_s_own_target_does_not_matter() -> None:
     assert emit(plan, Target.DEEPSPEED) == emit(other, Target.DEEPSPEED)
 
 
-def test_our_own_runtime_is_emitted_elsewhere() -> None:
-    with pytest.raises(ValueError, match="native is not emitted here; known: accelerate"):
+def whole_plan() -> Plan:
+    plan = planned("tiny", 4, batch=8, job={"seq_len": 128}, zero_stage=1, hardware="cpu-gloo")
+    return Plan(
+        model=plan.model,
+        job=plan.job,
+        cluster=plan.cluster,
+        layout=plan.layout,
+        estimate={},
+        solver=SolverStatus(status="given"),
+    )
+
+
+def test_our_own_runtime_runs_the_plan_file() -> None:
+    emission = emit(whole_plan(), Target.NATIVE)
+    assert {file.path for file in emission.files} >= {"train.py", "plan.json", "launch.sh"}
+    with pytest.raises(ValueError, match="a whole plan"):
         emit(SAMPLES[Target.MEGATRON], Target.NATIVE)
+
+
+def test_every_target_has_an_emitter() -> None:
+    assert {*EMITTERS, Target.NATIVE} == set(Target)
 
 
 MODELS = ("8b", "7b", "qwen3-8b", "qwen2.5-7b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-2")

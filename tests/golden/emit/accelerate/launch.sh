@@ -2,6 +2,7 @@
 # Accelerate: Qwen3-8B
 # 2 x 8 GPUs. Words after this script are handed on.
 set -euo pipefail
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 
 # Less memory lost to fragmentation.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -17,4 +18,4 @@ SCRIPT_ARGS=(
   --optim adamw_torch_fused
 )
 
-exec accelerate launch --config_file accelerate.yaml --machine_rank "$PET_NODE_RANK" --main_process_ip "$PET_MASTER_ADDR" "${SCRIPT_ARGS[@]}" "$@"
+exec accelerate launch --config_file "$HERE"/accelerate.yaml --machine_rank "$PET_NODE_RANK" --main_process_ip "$PET_MASTER_ADDR" "${SCRIPT_ARGS[@]}" "$@"

@@ -2,6 +2,7 @@
 # DeepSpeed: Mixtral-8x7B
 # 2 x 8 GPUs. Words after this script are handed on.
 set -euo pipefail
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 
 # Less memory lost to fragmentation.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -11,7 +12,7 @@ export PET_MASTER_ADDR="${MASTER_ADDR:?set MASTER_ADDR to the address of node 0}
 
 # What the training script, which is yours, has to be told.
 SCRIPT_ARGS=(
-  --deepspeed ds_config.json
+  --deepspeed "$HERE"/ds_config.json
   --max_seq_length 4096
 )
 

@@ -2,6 +2,7 @@
 # Megatron-LM: Llama-3.1-70B
 # 8 x 8 GPUs. Words after this script are handed on.
 set -euo pipefail
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 
 # Transformer Engine may pick its fastest kernels.
 export NVTE_ALLOW_NONDETERMINISTIC_ALGO=1
