@@ -37,7 +37,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 def test_broken_json_is_refused_with_the_reason(tmp_path, text, word):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="x.json") as caught:
+    with pytest.raises(ValueError, match=r"x\.json") as caught:
         read_json(path)
     assert word in str(caught.value)
 
