@@ -22,6 +22,7 @@ from planner.validate import Row, throughput_ratio
 
 PLAN_FILE = "plan.json"
 MEASURED_FILE = "measured.jsonl"
+UNFINISHED_FILE = MEASURED_FILE + ".part"  # what a run that died leaves behind
 WARM_UP_STEPS = 2  # chosen: the first step allocates, the second may still compile or grow caches
 
 
@@ -76,6 +77,8 @@ def read_run(folder: Path) -> MeasuredRun:
     """
     plan = read_plan(folder / PLAN_FILE)
     path = folder / MEASURED_FILE
+    if not path.exists() and (folder / UNFINISHED_FILE).exists():
+        raise ValueError(f"the run in {folder} has not finished: it left only {UNFINISHED_FILE}")
     steps = list(_step_seconds(path))
     counted = steps[WARM_UP_STEPS:]
     if not counted:

@@ -92,6 +92,12 @@ def test_a_folder_without_measurements_is_refused(tmp_path, folder):
         read_run(tmp_path)
 
 
+def test_a_run_that_died_is_not_taken_for_a_finished_one(tmp_path, folder):
+    (tmp_path / "measured.jsonl.part").write_text(json.dumps(steps(1.0)[0]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"has not finished: it left only measured\.jsonl\.part"):
+        read_run(tmp_path)
+
+
 def test_kendall_counts_pairs_in_the_same_order():
     assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1
     assert kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1
