@@ -245,7 +245,8 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
     tokens = tokens_per_rank(job, table)
     shards = np.where(table.sequence_parallel == 1, table.tensor_parallel, 1)
     stream = element_bytes(job) * tokens * model.hidden_size / shards
-    fused = job.switches.fused_cross_entropy
+    is_eager = behaviour.compiles_loss and job.switches.compile is False
+    fused = job.switches.fused_cross_entropy and not is_eager
     whole_rows = behaviour.gathers_logits and not fused
     vocab_shards = 1 if whole_rows else table.tensor_parallel
     vocab = padded_vocab_size(model, job, table.tensor_parallel) / vocab_shards

@@ -151,6 +151,7 @@ def stage_memory(
             kept=float(logits.norm[0] + logits.saved[0]) * grown,
             transient=float(blocks.head_transient[0]) * grown,
         ),
+        boundary=float(moving.boundary[0]) * grown,
         fixed=outside + float(moving.gathered[0]),
         transient=float(moving.layers[0]) * grown,
         recompute_transient=float(moving.recompute[0]) * grown,

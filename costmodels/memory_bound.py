@@ -43,6 +43,7 @@ class _Costs:
         head: States after the last layer.
         head_kept: Per micro-batch in flight, input and output of the final norm.
         logits_kept: Per micro-batch that waits for its backward pass on the last stage.
+        boundary: Per micro-batch in flight of a stage but the last, its output.
         head_moment: While loss or head run, all beside layers and states.
         layer_moment: While a layer runs backward, all beside layers and states.
 
@@ -54,6 +55,7 @@ class _Costs:
     head: Column
     head_kept: Column
     logits_kept: Column
+    boundary: Column
     head_moment: Column
     layer_moment: Column
 
@@ -101,6 +103,7 @@ def _costs(job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: Block
         head=blocks.head.total,
         head_kept=logits.norm * grown,
         logits_kept=logits.saved * grown,
+        boundary=moving.boundary * grown,
         head_moment=outside + grown * (blocks.head_transient + logits.saved),
         layer_moment=outside + grown * (moving.layers + brought_back),
     )
@@ -127,6 +130,9 @@ def _bound_of(
     row = np.arange(len(rows))
     # Looped schedules run the head in the fullest moment of the last rank; of the others it is
     # only known that the head runs while it holds one micro-batch.
+    outputs = costs.boundary[rows][:, None] * total
+    outputs[row, last] = 0
+    besides += outputs
     waiting = fewest[row, last]
     saved = np.maximum(waiting - 1, 0) * costs.logits_kept[rows]
     ends = costs.head[rows] + saved

@@ -140,9 +140,11 @@ def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: 
         float((by_kind[kind].recomputed if place < num_recomputed else by_kind[kind].kept)[0])
         for place, kind in enumerate(kinds)
     ]
+    is_last = stage == layout.num_stages - 1
+    output = 0.0 if is_last else float(blocks.transients.boundary[0])
     if Offload.ACTIVATIONS in layout.offload:
-        return sum(sorted(kept)[-LAYERS_BEING_MOVED:])
-    return sum(kept)
+        return sum(sorted(kept)[-LAYERS_BEING_MOVED:]) + output
+    return sum(kept) + output
 
 
 def _recomputes_whole_stage(layout: Layout, stages: Sequence[int]) -> bool:

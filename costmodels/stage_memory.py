@@ -6,6 +6,7 @@ in a stage that holds f micro-batches at that moment, q_k of them recomputed:
     reserved = fixed
              + sum over the rank's stages of
                  sum over kinds   n_k * state_k + f * ((n_k - q_k) * kept_k + q_k * recomputed_k)
+                 + f * boundary, but not for the last global stage
                  + embedding on global stage 0, head on the last one
              + the larger of the layers' and (on the last stage's rank) the head's transient
 
@@ -58,6 +59,7 @@ class StageMemory:
         layers: One layer of each kind.
         embedding: On the rank of global stage 0.
         head: On the rank of the last global stage.
+        boundary: Per micro-batch in flight of every stage but the last: the output that it keeps.
         fixed: On every rank: context, communicators, buckets, what others took.
         transient: Gradients and gathered weights while a layer runs backward.
         recompute_transient: The same where every layer of a stage is recomputed: the activations
@@ -71,6 +73,7 @@ class StageMemory:
     layers: tuple[tuple[LayerKind, LayerMemory], ...]
     embedding: EndMemory
     head: EndMemory
+    boundary: float
     fixed: float
     transient: float
     recompute_transient: float

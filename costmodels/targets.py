@@ -42,11 +42,17 @@ class FrameworkBehaviour:
         fused_logit_peak_bytes: The same with a fused or compiled loss.
         gathers_logits: An unfused loss works on the whole vocabulary on every tensor-parallel rank
             (torch's cross entropy, which knows no cut vocabulary).
+        compiles_loss: The compiler that fuses the model fuses the loss too; off where the model
+            is said not to be compiled.
         logit_saved_bytes: Bytes per logit that stay from forward to backward.
         bucket_bytes: Communication buckets of gradients and weights.
         vocab_multiple: The vocabulary is padded to a multiple of this times the tensor axis.
         selective_modules: What `--recompute selective` means where no modules are named.
         extra_groups: Communicators over all ranks, beside one per axis in use.
+        keeps_stage_outputs: A stage's output stays until its backward pass, beside the copy that
+            was sent (Megatron frees its data).
+        preallocates_messages: Receive buffers exist for all micro-batches from the start
+            (torch.distributed.pipelining).
         message_groups: Groups of two ranks that a pipeline's messages go through.
         expandable_segments: The launcher turns the allocator's expandable segments on.
 
@@ -70,10 +76,13 @@ class FrameworkBehaviour:
     fused_logit_peak_bytes: float = 6.0
     logit_saved_bytes: float = 4.0
     gathers_logits: bool = False
+    compiles_loss: bool = False
     bucket_bytes: int = 0
     vocab_multiple: int = 1
     selective_modules: tuple[str, ...] = ("core_attn",)
     extra_groups: int = 0
+    keeps_stage_outputs: bool = True
+    preallocates_messages: bool = False
     message_groups: int = 0
     expandable_segments: bool = False
 
@@ -100,6 +109,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         unfused_gate=False,
         low_precision_inputs=True,
         dummy_weight_gradients=True,
+        keeps_stage_outputs=False,
         fused_weight_gradient=True,
         logit_peak_bytes=10.0,
         fused_logit_peak_bytes=6.0,
@@ -108,7 +118,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     ),
     # torchtitan on FSDP2: fp32 shards, bf16 gathered, fp32 reduced gradients; with a pipeline
     # nothing is resharded between micro-batches; selective recompute is its per-operation policy;
-    # its launcher turns expandable segments on.
+    # its launcher turns expandable segments on. Its loss has been compiled since 2025 (16-bit logits
+    # and their gradient, and a copy); before, and in eager runs, it held 14 bytes per logit.
     Target.TORCHTITAN: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
@@ -116,7 +127,9 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         keeps_gathered_in_pipeline=True,
         keeps_ends_gathered=True,
         saves_gathered_input=True,
-        fused_logit_peak_bytes=12.0,
+        fused_logit_peak_bytes=6.0,
+        compiles_loss=True,
+        preallocates_messages=True,
         selective_modules=("per-op",),
         expandable_segments=True,
     ),

@@ -30,6 +30,7 @@ class Transients:
     """Bytes beside states and activations, one value per layout.
 
     Attributes:
+        boundary: Per micro-batch in flight: the output that a stage keeps beside what it sent.
         gathered: Weights that ZeRO-3 holds whole.
         always: Buckets, placeholders and messages, whatever runs.
         layers: While a layer runs backward.
@@ -38,6 +39,7 @@ class Transients:
 
     """
 
+    boundary: Column
     gathered: Column
     always: Column
     layers: Column
@@ -73,7 +75,9 @@ def transients(
     backward = np.maximum.reduce([layer.transient for layer in activations])
     brought_back = np.maximum.reduce([layer.everything - layer.recomputed for layer in activations])
     layers = always + gradients + largest + backward
+    stream = _stream(model, job, table)
     return Transients(
+        boundary=stream * BEHAVIOURS[job.target].keeps_stage_outputs,
         gathered=_gathered(job, states, embedding, head),
         always=always,
         layers=layers,
@@ -141,6 +145,14 @@ def _placeholders(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Col
 
 def _messages(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Column:
     """Return the buffers of pipeline messages."""
+    stream = _stream(model, job, table)
+    ahead: Column = np.full(len(table), MESSAGES_IN_FLIGHT)
+    if BEHAVIOURS[job.target].preallocates_messages:
+        ahead = 2 * table.num_micro_batches
+    return np.where(table.pipeline_parallel > 1, ahead * stream, 0.0)
+
+
+def _stream(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Column:
+    """Return one micro-batch's residual stream, as it passes between stages."""
     shards = np.where(table.sequence_parallel == 1, table.tensor_parallel, 1)
-    stream = element_bytes(job) * tokens_per_rank(job, table) * model.hidden_size / shards
-    return np.where(table.pipeline_parallel > 1, MESSAGES_IN_FLIGHT * stream, 0.0)
+    return np.asarray(element_bytes(job) * tokens_per_rank(job, table) * model.hidden_size / shards)
