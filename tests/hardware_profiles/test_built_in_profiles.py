@@ -126,7 +126,7 @@ def test_an_nvl72_rack_is_hosts_of_four_in_one_domain_of_72():
 
 def test_geforce_cards_have_no_peer_access():
     without = {n for n in NAMES if not read_profile(n).intra_node.peer_access}
-    assert without == {"rtx3090-24gb", "rtx4090-24gb", "cpu-gloo"}
+    assert without == {"rtx3090-24gb", "rtx4090-24gb"}
 
 
 def test_power_limited_parts_keep_the_peaks_and_say_500_watts():
