@@ -43,8 +43,9 @@ _INDEX = {cause: i for i, cause in enumerate(CAUSES)}
 # Source: arXiv:2205.14135, algorithm 4.
 _ATTENTION_BACKWARD = 2.5
 _ATTENTION_KERNELS = (1, 3)
-# Bytes that quantising one element moves: read 16 bits, write 8 twice. Kind: chosen.
-_CAST_BYTES = 4
+# Bytes that quantising one element adds: it is written twice in 8 bits, row-wise and column-wise,
+# by the kernel that makes it (norm, activation), instead of once in 16. Kind: chosen.
+_CAST_BYTES = 2
 _HALF = 2
 _LINE_ELEMENTS = 64  # 16-bit elements of a 128-byte line
 # fp32 gradients are read, added to and written once per micro-batch.
@@ -219,8 +220,9 @@ def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally) -> Non
 def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, rates: Rates) -> None:
     forward, to_input, to_weight = seconds
     cause = "matmul" if op.module != "core_attn" else "attention"
-    # Grouped products are one launch per expert (Transformer Engine, on several streams).
-    launches = op.count if op.weight else 1
+    # Grouped products are one launch per expert (Transformer Engine, on several streams), and
+    # calling the module costs as much as some launches.
+    launches = rates.module_launches + (op.count if op.weight else 1)
     tally.add_forward(op.module, cause, forward, launches)
     tally.add(BACKWARD_INPUT, cause, to_input, launches)
     if not op.weight:

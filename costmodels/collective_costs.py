@@ -190,23 +190,27 @@ def _beside_product(
 ) -> BothWays:
     """Price a tensor-parallel collective beside the product that reads or makes its tensor."""
     forward, backward = ways
-    overlap = pricing.overlap
+    overlap, rates = pricing.overlap, pricing.rates
+    split = np.asarray(pricing.shard.sequence_parallel) == 1
     to_output, to_input, to_weight = product
     again: Value = 0.0
     if op.input_side and overlap.gathers_again:
-        gather = collective_seconds("all_gather", op.payload, tiers, pricing.rates)
-        split = np.asarray(pricing.shard.sequence_parallel)
-        again = exposed_seconds(gather * split, to_input, pricing.rates)
+        gather = collective_seconds("all_gather", op.payload, tiers, rates)
+        again = exposed_seconds(gather * split, to_input, rates)
+    beside_gradient = op.input_side and overlap.tensor_backward
+    exposed = (
+        forward,
+        again + (exposed_seconds(backward, to_weight, rates) if beside_gradient else backward),
+    )
     if overlap.tensor_pipelined:
         # All pieces but the first (or last) run beside the product's other pieces.
-        ranks = tiers.ranks
-        share = (ranks - 1) / ranks
-        exposed = (
-            exposed_seconds(forward, to_output * share, pricing.rates),
-            exposed_seconds(backward, to_input * share, pricing.rates) + again,
+        share = (tiers.ranks - 1) / tiers.ranks
+        pipelined = (
+            exposed_seconds(forward, to_output * share, rates),
+            again + exposed_seconds(backward, to_input * share, rates),
         )
-    elif op.input_side and overlap.tensor_backward:
-        exposed = forward, exposed_seconds(backward, to_weight, pricing.rates) + again
-    else:
-        exposed = forward, backward + again
+        exposed = (
+            np.where(split, pipelined[0], exposed[0]),
+            np.where(split, pipelined[1], exposed[1]),
+        )
     return BothWays(alone=ways, exposed=exposed)

@@ -21,8 +21,8 @@ class Overlap:
 
     Attributes:
         tensor_backward: Communication of an input's gradient beside the product's weight gradient.
-        tensor_pipelined: Tensor-parallel collectives in pieces beside their own product (Megatron's
-            user buffers, torch's async TP).
+        tensor_pipelined: Gathers and scatters of sequence parallelism in pieces beside their own
+            product (Megatron's --tp-comm-overlap, torch's async TP).
         gathers_again: Under sequence parallelism backward gathers the input of a column-parallel
             product once more, beside its input gradient.
         grad_reduce: Gradients are reduced in buckets beside the last micro-batch's backward.
@@ -49,7 +49,8 @@ def overlap_of(job: TrainingJob) -> Overlap:
     from_megatron = target in (Target.MEGATRON, Target.NANOTRON)
     return Overlap(
         tensor_backward=from_megatron,
-        tensor_pipelined=switches.overlap_tensor_parallel,
+        tensor_pipelined=switches.overlap_tensor_parallel
+        or (target is Target.MEGATRON and switches.overlap_grad_reduce),
         gathers_again=from_megatron,
         grad_reduce=switches.overlap_grad_reduce,
         param_gather=switches.overlap_grad_reduce and target is Target.MEGATRON,

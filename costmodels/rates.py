@@ -29,6 +29,7 @@ class Rates:
         host_launch: Seconds of the host per kernel; nothing when launches are replayed.
         misaligned: Rate of products whose rows do not start on 128-byte lines, relative.
         host_sync: Seconds for which the host waits where it must read a result of the device.
+        module_launches: Host time of calling a layer's module, in kernel launches.
         imbalance: Load of the fullest expert rank over the mean.
         host_update_rate: Bytes/s of host memory for the optimizer of one GPU's shard.
 
@@ -57,6 +58,7 @@ class Rates:
     casts: bool
     misaligned: float
     host_sync: float
+    module_launches: float
     host_bandwidth: float
     host_update_rate: float
 
@@ -107,6 +109,7 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
         imbalance=1.0 if job.switches.balanced_routing else constants["routing_imbalance"],
         casts=low is not None,
         misaligned=constants["misaligned_share"],
+        module_launches=constants["module_launches"],
         host_sync=0.0 if job.switches.cuda_graphs else constants["host_sync"],
         host_bandwidth=device.host_bandwidth,
         host_update_rate=constants["host_update_rate"],

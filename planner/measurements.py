@@ -45,7 +45,7 @@ FRAMEWORKS = (
     ("internevo", Target.DEEPSPEED, "its own hybrid ZeRO keeps 16-bit gradients"),
     ("gpt-neox", Target.DEEPSPEED, "runs on DeepSpeed"),
     ("torchtitan", Target.TORCHTITAN, "itself"),
-    ("jax", Target.TORCHTITAN, "compiled and fully sharded; nearest of the targets"),
+    ("jax", Target.MEGATRON, "Transformer Engine's kernels, as Megatron's"),
     ("fsdp", Target.ACCELERATE, "FSDP1 under another trainer"),
     ("flash-attention training", Target.ACCELERATE, "plain data parallelism in PyTorch"),
     ("nanotron", Target.NANOTRON, "itself"),
@@ -194,7 +194,7 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
         recompute_modules=tuple(row["recompute_modules"].split()),
     )
     if row["recompute"]:
-        recomputes = (Recompute(row["recompute"]),)
+        recomputes: tuple[Recompute, ...] = (Recompute(row["recompute"]),)
     else:
         recomputes = tuple(Recompute)
         notes.append("recompute not stated: the least that fits")
