@@ -84,6 +84,17 @@ class Device:
         return dict(self.peak_flops).get(precision)
 
 
+class MissingConstantError(KeyError, ValueError):
+    """A profile, perhaps inside a plan of another version, lacks a constant of the cost model."""
+
+    def __str__(self) -> str:
+        """Return one message for people; KeyError alone would print the bare key."""
+        return (
+            f"the machine's calibration has no constant {self.args[0]!r}; a plan or profile of "
+            "another version of the planner lacks it: make it anew"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """The handful of physical constants that a data sheet does not tell.
@@ -95,8 +106,16 @@ class Calibration:
     constants: tuple[tuple[str, float], ...] = ()
 
     def __getitem__(self, key: str) -> float:
-        """Return a constant; KeyError names what is missing."""
-        return dict(self.constants)[key]
+        """Return a constant.
+
+        Raises:
+            MissingConstantError: There is none of that name.
+
+        """
+        found = dict(self.constants).get(key)
+        if found is None:
+            raise MissingConstantError(key)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

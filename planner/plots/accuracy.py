@@ -123,9 +123,11 @@ def _table_title(
     rows: Sequence[MeasuredRow], families: Sequence[tuple[str, list[MeasuredRow]]], generation: str
 ) -> str:
     over_families = mean(_error(members) for _, members in families)
+    # AMD's are acronyms (CDNA), NVIDIA's are people.
+    who = generation.upper() if generation.startswith("cdna") else generation.capitalize()
     runs = "1 run" if len(rows) == 1 else f"{len(rows):,} runs"
     return (
-        f"{generation.capitalize()}: {runs} of {len(families)} "
+        f"{who}: {runs} of {len(families)} "
         f"{'family is' if len(families) == 1 else 'families are'} predicted "
         f"{over_families:.0%} off on average, the median run "
         f"{median(abs(row.ratio - 1) for row in rows):.0%}"

@@ -15,10 +15,11 @@ from statistics import median, quantiles
 
 from costmodels.profile_toml import read_profile
 from planner.files import read_text
+from planner.measured_model import Row
 from planner.measurements import PROFILES
 from planner.plan import read_plan
 from planner.report import layout_words
-from planner.validate import Row, throughput_ratio
+from planner.validate import throughput_ratio
 
 PLAN_FILE = "plan.json"
 MEASURED_FILE = "measured.jsonl"

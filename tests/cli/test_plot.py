@@ -184,3 +184,13 @@ def test_an_estimate_that_was_tampered_with_is_refused(plans, tmp_path, capsys):
         plan["estimate"]["time"]["terms"] = terms
         path.write_text(json.dumps(plan), encoding="utf-8")
         assert message in refused(capsys, path, "-o", tmp_path / "f.svg")
+
+
+def test_a_plan_of_another_version_that_lacks_a_constant_is_refused(plans, tmp_path, capsys):
+    plan = json.loads((plans / "8.json").read_text())
+    plan["cluster"]["profile"]["calibration"]["constants"] = []
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    message = refused(capsys, path, "-o", tmp_path / "f.svg", "--kind", "timeline")
+    assert "has no constant" in message
+    assert "make it anew" in message
