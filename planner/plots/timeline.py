@@ -25,13 +25,14 @@ from planner.plots.breakdown import format_seconds
 from planner.plots.style import BESIDE, Look, headline, is_dark, new_figure, quiet_rows, styled
 
 KINDS: dict[ActionKind, Look] = {
-    ActionKind.FORWARD: Look(label="forward", colour="#2171b5"),
-    ActionKind.BACKWARD: Look(label="backward", colour="#a63603"),
-    ActionKind.BACKWARD_INPUT: Look(label="backward, inputs", colour="#d94801"),
-    ActionKind.BACKWARD_WEIGHT: Look(label="backward, weights", colour="#fdbe85"),
+    ActionKind.FORWARD: Look(label="forward", colour="#08519c"),
+    ActionKind.BACKWARD: Look(label="backward", colour="#f16913"),
+    ActionKind.BACKWARD_INPUT: Look(label="backward, inputs", colour="#f16913"),
+    ActionKind.BACKWARD_WEIGHT: Look(label="backward, weights", colour="#fdd0a2"),
 }
 # Later stages of a rank are lighter, so that the rounds of an interleaved schedule show.
 FADE = 0.75  # chosen: opacity of each stage relative to the rank's one before
+FAINTEST = 0.3  # chosen: still told from waiting
 MAX_BOXES = 130  # chosen: boxes on one row that a page can hold; longer steps are cut short
 MIN_NUMBERED = 0.009  # chosen: share of the axis that one digit takes
 PIPELINES_DRAWN = 3  # a shortened step still fills, is steady and drains
@@ -115,7 +116,7 @@ def draw_timeline(axes: Axes, view: PipelineView) -> str:
     for interval in view.intervals:
         look = KINDS[interval.action.kind]
         stages = view.layout.stages_of_rank(interval.rank)
-        opacity = FADE ** stages.index(interval.action.stage)
+        opacity = max(FADE ** stages.index(interval.action.stage), FAINTEST)
         width = interval.end - interval.start
         axes.barh(
             interval.rank,
