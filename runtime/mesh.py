@@ -136,6 +136,16 @@ def members(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     return peers[block * size :][:size] if axis == "zero" else peers[offset::size]
 
 
+def partition(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of all ranks along an axis, by their first rank."""
+    found: dict[int, tuple[int, ...]] = {}
+    for rank in range(layout.num_gpus):
+        if rank not in found:
+            ranks = members(layout, rank, axis)
+            found.update(dict.fromkeys(ranks, ranks))
+    return tuple(dict.fromkeys(found.values()))
+
+
 def _spanned(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
     """Return the ranks that differ from one in the given axes only."""
     here, sizes = coordinates(layout, rank), degrees(layout)
@@ -210,23 +220,30 @@ class World:
 
     def _group(self, layout: Layout, axis: str) -> Group:
         ranks = members(layout, self.rank, axis)
+        self._create(layout, axis, ranks)
         alone = len(ranks) == 1
         return Group(
             axis=axis,
             ranks=ranks,
             index=ranks.index(self.rank),
             backend="none" if alone else self.backend,
-            handle=None if alone else self._handle(ranks),
+            handle=None if alone else self._handles[ranks],
         )
 
-    def _handle(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        # Only the members take part, so thousands of ranks do not wait for each other's groups;
-        # all members come here in the same order because GROUP_AXES is one order for everybody.
-        if ranks not in self._handles:
-            self._handles[ranks] = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=True
-            )
-        return self._handles[ranks]
+    def _create(self, layout: Layout, axis: str, own: tuple[int, ...]) -> None:
+        """Create the groups along an axis that are not there yet.
+
+        Every rank asks for every group, others' too, in the same order: torch numbers groups in
+        the order of these calls. (Its option that only members call counts the groups that a
+        rank is in, which differs between the ends of a pipeline and its middle: they would wait
+        for each other under different names.) The fake backend has nobody to wait for.
+        """
+        is_fake = self.backend == "fake"
+        for ranks in [own] if is_fake else partition(layout, axis):
+            if len(ranks) > 1 and ranks not in self._handles:
+                self._handles[ranks] = dist.new_group(
+                    list(ranks), timeout=self._timeout, use_local_synchronization=is_fake
+                )
 
 
 @contextmanager

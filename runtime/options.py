@@ -21,6 +21,7 @@ class TrainingOptions:
         output: Run folder.
         resume: Checkpoint to go on from.
         timeout: Seconds after which a silent rank or a stuck collective ends the run.
+        check: Only look for what is wrong with plan, flags and data, in one process.
         device_type: "cpu" or "cuda"; None is what the plan is for, where the machine has it.
 
     """
@@ -39,6 +40,7 @@ class TrainingOptions:
     output: Path
     resume: Path | None
     timeout: float
+    check: bool
     device_type: str | None
 
     def optimizer_settings(self, defaults: OptimizerSettings) -> OptimizerSettings:
@@ -98,6 +100,7 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         metavar="SECONDS",
         help="ends a run whose ranks do not answer (300)",
     )
+    add("--check", action="store_true", help="read plan, flags and data, then stop")
     add("--device", choices=("cpu", "cuda"), default=None, help="(the plan's, if there is one)")
     given = parser.parse_args(arguments)
     if given.synthetic and given.data:
@@ -120,6 +123,7 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         output=given.output,
         resume=given.resume,
         timeout=given.timeout,
+        check=given.check,
         device_type=given.device,
     )
 

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 PERIOD = 0.5  # s between beats. Chosen: far below any timeout, far above a store's latency
 LOOK = 4 * PERIOD  # s to watch before a rank counts as silent; a busy machine delays threads
 LOST_STATUS = 1
+LEFT = b"left"  # in place of a count: this rank has ended of itself and said why
 
 
 class Store(Protocol):
@@ -60,6 +61,8 @@ class Heartbeat:
         yield self
         self._stopped.set()
         thread.join()
+        with suppress(Exception), self._lock:  # the store may be gone with its host
+            self._store.set(_key(self._rank), LEFT.decode())
 
     def silent_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose counters do not move while one looks; takes seconds."""
@@ -70,7 +73,7 @@ class Heartbeat:
             after = self._counts(others)
         except Exception:  # noqa: BLE001  (torch raises its own kinds when the store is gone)
             return ()
-        return tuple(rank for rank in others if before[rank] == after[rank])
+        return tuple(rank for rank in others if before[rank] == after[rank] and after[rank] != LEFT)
 
     def _counts(self, ranks: Iterable[int]) -> dict[int, bytes]:
         with self._lock:
@@ -91,7 +94,7 @@ class Heartbeat:
                 count = self._counts([following])[following]
             except Exception:  # noqa: BLE001  (the store's host has ended: the error shows there)
                 return
-            if count != last:
+            if count != last or count == LEFT:
                 last, since = count, time.monotonic()
             elif following != self._rank and time.monotonic() - since > self._patience:
                 print(  # noqa: T201  (the last words of this process)

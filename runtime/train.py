@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import HashStore
 
 from planner.plan import Plan, read_plan
 from runtime.mesh import World, join
+from runtime.optimizer import precisions
 from runtime.options import TrainingOptions, parse_options
 from runtime.survival import Heartbeat, failure_message
-from runtime.trainer import Trainer, TrainingBrokeError
+from runtime.trainer import Trainer, TrainingBrokeError, open_source
 
 WRONG_INPUT, BROKEN = 2, 1
 
@@ -37,6 +38,10 @@ def run(plan_path: Path, choices: Mapping[str, object], train: Callable[[Trainer
         options = parse_options(sys.argv[1:], plan_path.parent)
         plan = read_plan(plan_path)
         check_choices(plan, choices)
+        if options.check:
+            precisions(plan.job)
+            open_source(plan, options)
+            return 0
         check_world_size(plan)
         device = _own_device(plan, options)
     except ValueError as error:

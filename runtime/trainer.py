@@ -49,7 +49,7 @@ class Trainer:
         self._plan = plan
         self._options = options
         self._mesh = world.mesh(layout)
-        self._source = _open_source(plan, options)
+        self._source = open_source(plan, options)
         self._settings = options.optimizer_settings(OptimizerSettings(kind=plan.job.optimizer))
         formats = precisions(plan.job)
         program = lower(plan.model, plan.job, layout, self._mesh)
@@ -141,7 +141,13 @@ class Trainer:
             print(self._recorder.finish())  # noqa: T201  (the run's result)
 
 
-def _open_source(plan: Plan, options: TrainingOptions) -> Source:
+def open_source(plan: Plan, options: TrainingOptions) -> Source:
+    """Return where a run's sequences come from.
+
+    Raises:
+        ValueError: The data cannot be read, or does not fit the model.
+
+    """
     if options.synthetic:
         return SyntheticStream(vocab_size=plan.model.vocab_size)
     return open_data(

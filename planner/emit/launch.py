@@ -14,6 +14,7 @@ from planner.emit.emission import EmittedFile, Variable
 from planner.emit.text import Word, comment, identifier, shell_options, shell_words
 
 MASTER_PORT = 29500  # torch's own default
+CHECK_WHY = "# One process looks at plan, flags and data first: what is wrong is said once."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,17 @@ def launch_files(
         environment: Variables to set, with reasons.
         node_words: Bash that tells a program other than torchrun its node and the first one's
             address, from PET_NODE_RANK and PET_MASTER_ADDR; used where there are several nodes.
-        script: File beside `launch.sh` that the program runs, from whatever folder it is called.
+        script: Python file beside `launch.sh` that the program runs, from whatever folder it is
+            called; it knows `--check`.
 
     """
     nodes = num_nodes(cluster)
     start = shell_words(program) + (f" {node_words}" if node_words and nodes > 1 else "")
+    check = []
     if script:
-        start += f' "$HERE"/{shlex.quote(script)}'
+        beside = f'"$HERE"/{shlex.quote(script)}'
+        start += f" {beside}"
+        check = ["", CHECK_WHY, f'python {beside} --check "$@"']
     head = [
         "#!/usr/bin/env bash",
         f"# {comment(title)}",
@@ -92,7 +97,7 @@ def launch_files(
         "set -euo pipefail",
         'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"',
     ]
-    lines = [*head, *_environment(environment, nodes), *_call(start, groups)]
+    lines = [*head, *_environment(environment, nodes), *check, *_call(start, groups)]
     return (
         EmittedFile(path="launch.sh", text="\n".join(lines) + "\n"),
         EmittedFile(path="job.sbatch", text=_sbatch(title, cluster)),

@@ -3,10 +3,12 @@
 import copy
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.layout import AXES, Layout
+from runtime import collectives
 from runtime.launch import RankFailedError, run_ranks
 from runtime.mesh import GROUP_AXES, coordinates, members, rank_at
 
@@ -128,3 +130,21 @@ def test_a_layout_that_does_not_fill_the_world_is_refused_with_both_numbers():
 
     with pytest.raises(RankFailedError, match=r"fills 4 ranks .* but this job has 2"):
         run_ranks(work, 2)
+
+
+def test_ends_of_a_pipeline_do_not_put_later_groups_out_of_step():
+    """Ranks 0 and 7 are in one group more than the others when the second layout asks."""
+
+    def work(world):
+        pipeline = Layout(pipeline_parallel=8, layers_per_stage=(1,) * 8)
+        mixed = Layout(data_parallel=4, pipeline_parallel=2, zero_group=2, layers_per_stage=(4, 4))
+        world.mesh(pipeline)
+        mesh = world.mesh(mixed)
+        return [
+            int(collectives.all_reduce(torch.tensor(world.rank), mesh.group(axis)))
+            for axis in ("dp", "zero", "pp")
+        ]
+
+    results = run_ranks(work, 8, timeout=60)
+    assert results[0] == [0 + 1 + 2 + 3, 0 + 1, 0 + 4]
+    assert results[7] == [4 + 5 + 6 + 7, 6 + 7, 3 + 7]
