@@ -8,6 +8,7 @@ decided per layout, after the bound (see planner/search.py).
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +85,9 @@ class LayoutTable:
             "stages_per_rank",
         )
         offload = tuple(o for o in Offload if getattr(self, f"offload_{o.value}")[row])
+        degrees: dict[str, Any] = {name: int(getattr(self, name)[row]) for name in plain}
         return Layout(
-            **{name: int(getattr(self, name)[row]) for name in plain},
+            **degrees,
             schedule=SCHEDULES[self.schedule[row]],
             recompute=RECOMPUTES[self.recompute[row]],
             recompute_layers=recompute_layers,

@@ -67,13 +67,13 @@ def decode(kind: type[T], value: object, where: str) -> T:
     """
     if not isinstance(value, dict):
         raise DecodeError(f"{where} must be an object, not {_shown(value)}")
-    hints = _hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]  # classes are hashable
     unknown = sorted(set(value) - set(hints))
     if unknown:
         known = ", ".join(sorted(hints))
         raise DecodeError(f"{where} has an unknown key {unknown[0]!r}; known keys: {known}")
     arguments: dict[str, Any] = {}
-    for field in fields(kind):  # type: ignore[arg-type]  # kind is a dataclass by contract
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass, by contract
         if field.name in value:
             place = f"{where}.{field.name}"
             arguments[field.name] = _decode_value(hints[field.name], value[field.name], place)

@@ -3,6 +3,8 @@
 GiB and GPU-level figures are made here and nowhere else; everything before is SI.
 """
 
+import numpy as np
+
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
@@ -38,7 +40,7 @@ def judgement_json(
             "num_parameters": num_parameters(model),
             "num_active_parameters": num_active_parameters(model),
             "padded_vocab_size": int(
-                padded_vocab_size(model, job, judgement.layout.tensor_parallel)
+                padded_vocab_size(model, job, np.array(judgement.layout.tensor_parallel))
             ),
         },
         "hardware": {

@@ -8,7 +8,7 @@ import csv
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,8 @@ from costmodels.units import GIB
 from planner.codec import rounded
 from planner.files import read_text
 from planner.judge import Judgement, Verdict, judge
-from planner.measurements import MeasuredJob, UnsupportedRowError, interpret
+from planner.measured_model import Row, UnsupportedRowError
+from planner.measurements import MeasuredJob, interpret
 
 PREDICTED = (
     "predicted_verdict",
@@ -74,8 +75,6 @@ REQUIRED = (
     "switches",
     "framework",
 )
-
-Row = Mapping[str, str]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -10,7 +10,6 @@ from costmodels.job import Target
 
 if TYPE_CHECKING:
     from planner.emit import Emission
-    from planner.plan import Plan
 
 EXAMPLE = "planner apply plan.json -o run/ && bash run/launch.sh"
 
@@ -30,12 +29,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Emit the plan and print it, or write it as a folder."""
+    from planner.emit import emit
     from planner.files import write_folder
     from planner.plan import read_plan
 
     plan = read_plan(arguments.plan)
     target = Target(arguments.target) if arguments.target else plan.job.target
-    emission = _emission(plan, target)
+    emission = emit(plan, target)
     if arguments.output:
         write_folder(arguments.output, {file.path: file.text for file in emission.files})
     if arguments.json:
@@ -43,16 +43,6 @@ def run(arguments: Namespace) -> int:
     else:
         print(_summary(emission, arguments.output))
     return 0
-
-
-def _emission(plan: "Plan", target: Target) -> "Emission":
-    if target is Target.NATIVE:
-        from planner.emit.native import emit_native
-
-        return emit_native(plan)
-    from planner.emit import emit
-
-    return emit(plan, target)
 
 
 def _summary(emission: "Emission", output: Path | None) -> str:

@@ -6,6 +6,7 @@ Only argparse and plain enumerations are imported at module level, so that `--he
 import argparse
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from typing import Any
 
 from costmodels.hardware import Cluster, HardwareProfile
 from costmodels.job import Optimizer, Precision, Switches, Target, TrainingJob
@@ -176,7 +177,7 @@ def read_layout(
     A batch or world size that does not come out whole is kept visible: the counts are rounded
     down and the rules report both sides.
     """
-    degree = {name: getattr(arguments, name) or 1 for name, _, _ in DEGREES}
+    degree: dict[str, Any] = {name: getattr(arguments, name) or 1 for name, _, _ in DEGREES}
     model_parallel = (
         degree["tensor_parallel"] * degree["pipeline_parallel"] * degree["context_parallel"]
     )

@@ -13,27 +13,32 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Print the list."""
     from costmodels.parameters import num_active_parameters, num_parameters
-    from planner.presets import preset_names, preset_source, read_model
+    from planner.presets import presets, read_model
 
-    rows = []
-    for name in preset_names():
-        model = read_model(name)
+    rows: list[dict[str, str | int | None]] = []
+    for preset in presets():
+        model = read_model(preset.name)
         rows.append(
             {
-                "name": name,
-                "model": model.name,
+                "name": preset.name.lower(),
+                "plain_size": preset.plain_size,
                 "num_parameters": num_parameters(model),
                 "num_active_parameters": num_active_parameters(model),
-                "source": preset_source(name),
+                "source": preset.source,
             }
         )
     if arguments.json:
         print(json.dumps({"schema": 1, "models": rows}))
         return 0
     for row in rows:
-        total, active = int(row["num_parameters"]), int(row["num_active_parameters"])
-        size = f"{total / 1e9:.2f} B" if total > 1e8 else f"{total / 1e6:.1f} M"  # noqa: PLR2004
-        if active != total:
-            size += f" ({active / 1e9:.2f} B active)"
-        print(f"{row['name']:<20} {size:<28} {row['source']}")
+        names = f"{row['name']} ({row['plain_size']})" if row["plain_size"] else f"{row['name']}"
+        print(f"{names:<26} {_size(row):<28} {row['source']}")
     return 0
+
+
+def _size(row: dict[str, str | int | None]) -> str:
+    total, active = row["num_parameters"], row["num_active_parameters"]
+    assert isinstance(total, int)
+    assert isinstance(active, int)
+    size = f"{total / 1e9:.2f} B" if total > 1e8 else f"{total / 1e6:.1f} M"  # noqa: PLR2004
+    return size if active == total else f"{size} ({active / 1e9:.2f} B active)"
