@@ -52,7 +52,8 @@ def overlap_of(job: TrainingJob) -> Overlap:
         tensor_pipelined=switches.overlap_tensor_parallel
         or (target is Target.MEGATRON and switches.overlap_grad_reduce),
         gathers_again=from_megatron,
-        grad_reduce=switches.overlap_grad_reduce,
+        # nanotron adds micro-batches up in fp32 and reduces after the last one.
+        grad_reduce=switches.overlap_grad_reduce and target is not Target.NANOTRON,
         param_gather=switches.overlap_grad_reduce and target is Target.MEGATRON,
         prefetch=True,
         experts=switches.overlap_expert_parallel,

@@ -100,10 +100,12 @@ def pipeline_terms(
     computing = m * sum(stage_seconds(blocks))
     boundaries = layout.num_stages - 1
     transfers = 2 * m * hop * boundaries / layout.pipeline_parallel
+    # Differences of large sums: what rounding leaves is no time.
     held = pipeline.busy[rank] - computing
+    held = held if held > 1e-9 * computing else 0.0
     return [
         Term(name="p2p", axis="pp", seconds=max(transfers, held), exposed_seconds=held),
-        local_term("bubble", pipeline.makespan - pipeline.busy[rank]),
+        local_term("bubble", pipeline.makespan - computing - held),
     ]
 
 
