@@ -22,6 +22,12 @@ Column = NDArray[np.float64]
 # Kept per attention score. A fused softmax keeps its 16-bit output; a softmax of torch keeps an
 # fp32 one and its 16-bit cast for the product with the values.
 SCORE_BYTES = {"flash-1": 0, "flash-2": 0, "flash-3": 0, "fused-softmax": 2, "torch-softmax": 6}
+# Gradients of probabilities and of scores, alive at once in backward: both in 16 bits, or in fp32.
+SCORE_GRADIENT_BYTES = {"fused-softmax": 4, "torch-softmax": 8}
+# GPT-2's published training drops attention probabilities and block outputs (0.1 each): unfused
+# kernels keep a mask byte and the dropped probabilities; blocks keep a mask byte per value. Flash
+# attention draws the mask again; stacks that have it train without the other.
+DROPOUT_SCORE_BYTES = 3
 # An unfused norm keeps its input in fp32 and the scaled 16-bit value before the weight.
 UNFUSED_NORM_BYTES = 6
 # Per token and expert: fp32 scores, fp32 probabilities, a boolean map, and 16-bit logits.
@@ -172,7 +178,8 @@ def _parts(
         num_output_norms=max(model.norms_per_layer - 2, 0),
         norm_copy_bytes=0 if job.switches.fused_norm else UNFUSED_NORM_BYTES,
         qk_norm_width=qk_widths[model.qk_norm],
-        score_bytes=score_bytes(job),
+        score_bytes=_score_bytes(model, job),
+        score_gradient_bytes=SCORE_GRADIENT_BYTES.get(attention_kernel(job), 0),
         ffn_width=ffn_width,
         ffn_inputs=2 if model.gated_ffn else 1,
         ffn_copies=_gate_copies(model, job, behaviour),
@@ -197,12 +204,18 @@ def _input_bytes(job: TrainingJob, behaviour: FrameworkBehaviour) -> int:
     return 1 if is_low else element_bytes(job)
 
 
-def score_bytes(job: TrainingJob) -> int:
-    """Return what attention keeps per score; nothing with a flash kernel."""
+def attention_kernel(job: TrainingJob) -> str:
+    """Return the kernel that runs; a job that forbids flash attention fuses the softmax at least."""
     kernel = job.switches.attention_kernel
-    if not job.flash_attention and SCORE_BYTES.get(kernel, 0) == 0:
-        kernel = "fused-softmax"
-    return SCORE_BYTES.get(kernel, 0)
+    is_flash = SCORE_BYTES.get(kernel, 0) == 0
+    return "fused-softmax" if is_flash and not job.flash_attention else kernel
+
+
+def _score_bytes(model: ModelSpec, job: TrainingJob) -> int:
+    """Return what attention keeps per score; nothing with a flash kernel."""
+    kept = SCORE_BYTES.get(attention_kernel(job), 0)
+    drops = kept > 0 and model.architecture == "gpt2"
+    return kept + (DROPOUT_SCORE_BYTES if drops else 0)
 
 
 def _gate_copies(model: ModelSpec, job: TrainingJob, behaviour: FrameworkBehaviour) -> int:

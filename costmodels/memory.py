@@ -19,8 +19,15 @@ from costmodels.layout import Layout, Offload
 from costmodels.layout_table import table_of
 from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
-from costmodels.rank_memory import blocks_of_rank, fullest_moment, kept_by_stage, rank_moments
+from costmodels.rank_memory import (
+    blocks_of_rank,
+    fullest_moment,
+    kept_by_stage,
+    rank_moments,
+    step_bytes,
+)
 from costmodels.stage_memory import EndMemory, LayerMemory, StageMemory
+from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryEstimate, MemoryParts
 
 __all__ = ["estimate_memory", "memory_lower_bound", "reserved_interval", "stage_memory"]
@@ -51,7 +58,8 @@ def estimate_memory(
             job,
             cluster,
             fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank]),
-            float(blocks.communication[0]),
+            communication=float(blocks.communication[0]),
+            step=step_bytes(model, job, layout, blocks, layout.stages_of_rank(rank)),
         )
         for rank in range(layout.pipeline_parallel)
     )
@@ -67,15 +75,31 @@ def estimate_memory(
 
 
 def _reserved(
-    job: TrainingJob, cluster: Cluster, parts: MemoryParts, communication: float
+    job: TrainingJob,
+    cluster: Cluster,
+    parts: MemoryParts,
+    *,
+    communication: float,
+    step: float,
 ) -> MemoryParts:
-    """Add to an allocator's parts what the card holds beside them."""
+    """Add to an allocator's parts what the card holds beside them.
+
+    Args:
+        job: Switches and target.
+        cluster: Constants and capacity.
+        parts: The allocator's bytes at the rank's fullest moment.
+        communication: Bytes of communicators.
+        step: Bytes of the optimizer step's own buffers. Blocks cut for activations are too small
+            for them, so that the cache holds both while there is room.
+
+    """
     coming_and_going = parts.activations + parts.logits + parts.transient
     outside = context_bytes(cluster) + job.memory_taken
     outside += fragmentation_fraction(job, cluster) * coming_and_going
     demand = replace(parts, communication=communication, framework=outside)
     room = cluster.usable_memory - demand.reserved
-    cached = cached_bytes(job, cluster, coming_and_going, room)
+    beside = step if parts.activations > 0 and BEHAVIOURS[job.target].flat_step_buffers else 0.0
+    cached = cached_bytes(job, cluster, coming_and_going, beside, room)
     return replace(demand, framework=outside + cached)
 
 

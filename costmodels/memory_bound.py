@@ -10,7 +10,8 @@ on the partition:
 f_r is the fewest micro-batches that a stage of rank r holds at the rank's fullest moment; stages of
 the rank that hold more hold them for one layer at least. Under full recomputation every layer is
 taken as recomputed, which is the least: a layer that is not keeps at least what recomputing
-another brings back. The last stage's rank is bounded by itself too, with a layer per stage.
+another brings back. The ranks of the first and the last stage are bounded by themselves too, with
+the smallest stages that the caller considers (`smallest_stage`, one layer where it says nothing).
 """
 
 from dataclasses import dataclass
@@ -61,7 +62,11 @@ class _Costs:
 
 
 def memory_lower_bound(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    smallest_stage: Column | None = None,
 ) -> NDArray[np.float64]:
     """Return bytes of reserved memory that no partition of a layout's layers goes below.
 
@@ -70,15 +75,17 @@ def memory_lower_bound(
         job: What is trained per step.
         cluster: The machine.
         table: Layouts that the rules allow.
+        smallest_stage: Layers that each stage of every partition has at least; None is one.
 
     """
+    few = np.ones(len(table)) if smallest_stage is None else smallest_stage
     blocks = block_memory(model, job, cluster, table)
     costs = _costs(job, cluster, table, blocks)
     counts = np.array([_count(model, kind.has_experts) for kind in blocks.kinds])
     bound = np.zeros(len(table))
     for pipeline in np.unique(table.pipeline_parallel):
         rows = np.flatnonzero(table.pipeline_parallel == pipeline)
-        bound[rows] = _bound_of(costs, counts, table, rows)
+        bound[rows] = _bound_of(costs, counts, table, rows, few[rows])
     return bound * _ROUNDING
 
 
@@ -110,7 +117,11 @@ def _costs(job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: Block
 
 
 def _bound_of(
-    costs: _Costs, counts: NDArray[np.int64], table: LayoutTable, rows: NDArray[np.int64]
+    costs: _Costs,
+    counts: NDArray[np.int64],
+    table: LayoutTable,
+    rows: NDArray[np.int64],
+    few: Column,
 ) -> Column:
     """Return the bound of rows that share their number of pipeline ranks."""
     pipeline = int(table.pipeline_parallel[rows[0]])
@@ -123,7 +134,7 @@ def _bound_of(
     by_rank = weights[:, :, None] * (states[:, None, :] + fewest[:, :, None] * kept[:, None, :])
     layers = by_rank.min(axis=1) @ counts
     chunks = table.stages_per_rank[rows][:, None]
-    lightest = kept.min(axis=1)[:, None]
+    lightest = (few * kept.min(axis=1))[:, None]  # of a stage, per micro-batch
     besides = costs.layer_moment[rows][:, None] + (total - chunks * fewest) * lightest
     besides[:, 0] += costs.embedding[rows]
     last = np.where(np.isin(table.schedule[rows], _V_SHAPED), 0, pipeline - 1)

@@ -73,7 +73,7 @@ def fullest_moment(
     saved, norm = float(logits.saved[0]), float(logits.norm[0])
     backward = moving.recompute if _recomputes_whole_stage(layout, stages) else moving.layers
     has_head = layout.num_stages - 1 in stages
-    found = [replace(states, transient=_step_bytes(model, job, layout, blocks, stages))]
+    found = [replace(states, transient=step_bytes(model, job, layout, blocks, stages))]
     for moment in moments:
         kept = sum(count * size for count, size in zip(moment, per_micro_batch, strict=True))
         waiting = moment[-1] if has_head else 0
@@ -155,7 +155,7 @@ def _recomputes_whole_stage(layout: Layout, stages: Sequence[int]) -> bool:
     return any(0 < count <= (layout.recompute_layers or count) for count in counts)
 
 
-def _step_bytes(
+def step_bytes(
     model: ModelSpec,
     job: TrainingJob,
     layout: Layout,

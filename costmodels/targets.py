@@ -23,6 +23,8 @@ class FrameworkBehaviour:
         fp32_gradients_beside: Under fp32 accumulation, 16-bit gradients exist too.
         step_bytes: Copies of its shard's gradients that the optimizer makes at the step, beside
             16-bit gradients (flattened, cast to fp32).
+        flat_step_buffers: Those copies are few and large, so that no block that activations left
+            can hold them.
         master_is_parameter: ZeRO-3 shards hold the fp32 weight only; 16-bit copies exist while
             gathered (FSDP2).
         keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
@@ -45,7 +47,8 @@ class FrameworkBehaviour:
         compiles_loss: The compiler that fuses the model fuses the loss too; off where the model
             is said not to be compiled.
         logit_saved_bytes: Bytes per logit that stay from forward to backward.
-        bucket_bytes: Communication buckets of gradients and weights.
+        bucket_bytes: One communication bucket; stages 2 and 3 of ZeRO hold two beside activations
+            (gradients, weights), stage 1 one at the step.
         vocab_multiple: The vocabulary is padded to a multiple of this times the tensor axis.
         selective_modules: What `--recompute selective` means where no modules are named.
         extra_groups: Communicators over all ranks, beside one per axis in use.
@@ -62,6 +65,7 @@ class FrameworkBehaviour:
     fp16_gradient_bytes: int
     fp32_gradients_beside: bool = False
     step_bytes: int = 0
+    flat_step_buffers: bool = False
     master_is_parameter: bool = False
     keeps_gathered_in_pipeline: bool = False
     gathered_layers: int = 2
@@ -142,19 +146,21 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         fp16_gradient_bytes=2,
         fp32_gradients_beside=True,
         step_bytes=6,
+        flat_step_buffers=True,
         saves_gathered_input=True,
         logit_peak_bytes=18.0,
-        fused_logit_peak_bytes=12.0,
+        fused_logit_peak_bytes=8.0,
         gathers_logits=True,
-        bucket_bytes=2 * 2 * 500_000_000,
+        bucket_bytes=2 * 500_000_000,
         extra_groups=1,
         message_groups=2,
     ),
-    # nanotron: fp32 gradient accumulation, eager SwiGLU, sharded loss; gathers inputs again
-    # (tp_recompute_allgather).
+    # nanotron: fp32 gradient accumulation, eager SwiGLU, sharded loss; gathered inputs are kept
+    # (its tp_recompute_allgather would gather them again).
     Target.NANOTRON: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
+        saves_gathered_input=True,
         logit_peak_bytes=10.0,
     ),
     # Accelerate on FSDP: torch's own sharding, gradients in the reduce precision; selective

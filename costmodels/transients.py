@@ -122,7 +122,7 @@ def _buffers(job: TrainingJob, table: LayoutTable) -> Column:
     """
     spread = table.data_parallel * table.context_parallel > 1
     during_backward = spread & (table.zero_stage >= ZERO_3 - 1)
-    return np.where(during_backward, BEHAVIOURS[job.target].bucket_bytes, 0.0)
+    return np.where(during_backward, 2 * BEHAVIOURS[job.target].bucket_bytes, 0.0)
 
 
 def _placeholders(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Column:

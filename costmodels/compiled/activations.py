@@ -32,7 +32,7 @@ class LayerActivations(NamedTuple):
     backward_transient: Value
 
 
-def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, expert_width: Value, ffn_copies: Value, ffn_inputs: Value, ffn_width: Value, hidden: Value, input_bytes: Value, input_shards: Value, key_length: Value, key_value_shards: Value, key_width: Value, latent_width: Value, norm_copy_bytes: Value, num_experts: Value, num_heads: Value, num_input_norms: Value, num_output_norms: Value, output_width: Value, qk_norm_width: Value, query_width: Value, routed_tokens: Value, router_bytes: Value, score_bytes: Value, sequence_shards: Value, tensor_parallel: Value, tokens: Value, value_width: Value) -> LayerActivations:
+def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, expert_width: Value, ffn_copies: Value, ffn_inputs: Value, ffn_width: Value, hidden: Value, input_bytes: Value, input_shards: Value, key_length: Value, key_value_shards: Value, key_width: Value, latent_width: Value, norm_copy_bytes: Value, num_experts: Value, num_heads: Value, num_input_norms: Value, num_output_norms: Value, output_width: Value, qk_norm_width: Value, query_width: Value, routed_tokens: Value, router_bytes: Value, score_bytes: Value, score_gradient_bytes: Value, sequence_shards: Value, tensor_parallel: Value, tokens: Value, value_width: Value) -> LayerActivations:
     """Bytes that one layer and micro-batch keep on a rank, by what keeps them."""
     t_0 = 1/sequence_shards
     t_1 = hidden*t_0
@@ -44,15 +44,14 @@ def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, ex
     t_7 = query_width*t_6
     t_8 = 1/key_value_shards
     t_9 = t_7 + t_8*(key_width + value_width)
-    t_10 = key_length*score_bytes
-    t_11 = num_heads*tokens*t_6
-    t_12 = output_width*t_6
-    t_13 = t_12*t_2
-    t_14 = ffn_copies + ffn_inputs
-    t_15 = ffn_width*t_6
-    t_16 = expert_width/expert_tensor_parallel
-    t_17 = element_bytes*routed_tokens
-    t_18 = 2*hidden
+    t_10 = num_heads*tokens*t_6
+    t_11 = output_width*t_6
+    t_12 = t_11*t_2
+    t_13 = ffn_copies + ffn_inputs
+    t_14 = ffn_width*t_6
+    t_15 = expert_width/expert_tensor_parallel
+    t_16 = element_bytes*routed_tokens
+    t_17 = 2*hidden
     return LayerActivations(
         layer_input=t_3,
         norm_inputs=t_3*(t_4 - 1),
@@ -61,15 +60,15 @@ def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, ex
         latents=latent_width*t_2,
         queries_keys_values=t_2*t_9,
         qk_norm_inputs=qk_norm_width*t_2*t_6,
-        attention_scores=t_11*(t_10 + 4),
-        attention_output=t_13,
-        ffn_hidden=t_14*t_15*t_2,
-        ffn_activation=input_bytes*tokens*t_15,
+        attention_scores=t_10*(key_length*score_bytes + 4),
+        attention_output=t_12,
+        ffn_hidden=t_13*t_14*t_2,
+        ffn_activation=input_bytes*tokens*t_14,
         routing=num_experts*router_bytes*tokens*t_0,
         expert_inputs=routed_tokens*t_5,
-        expert_hidden=t_14*t_16*t_17,
-        expert_activation=input_bytes*routed_tokens*t_16,
-        alternate_operations=4*t_11 + t_13 + t_2*(value_width*t_8 + t_1 + t_15 + t_7),
-        exchanged_tokens=t_17*t_18,
-        backward_transient=t_18*t_2*(1 - t_0) + 2*t_3 + np.maximum(np.maximum(t_2*np.maximum(ffn_inputs*t_15, t_12 + t_9), t_17*(ffn_inputs*t_16 + hidden)), 2*t_10*t_11),
+        expert_hidden=t_13*t_15*t_16,
+        expert_activation=input_bytes*routed_tokens*t_15,
+        alternate_operations=4*t_10 + t_12 + t_2*(value_width*t_8 + t_1 + t_14 + t_7),
+        exchanged_tokens=t_16*t_17,
+        backward_transient=t_17*t_2*(1 - t_0) + 2*t_3 + np.maximum(np.maximum(t_2*np.maximum(ffn_inputs*t_14, t_11 + t_9), t_16*(ffn_inputs*t_15 + hidden)), key_length*score_gradient_bytes*t_10),
     )

@@ -34,12 +34,19 @@ key_width = Quantity("key_width", "1", "all keys of a token")
 value_width = Quantity("value_width", "1", "all values of a token")
 output_width = Quantity("output_width", "1", "attention output of a token")
 key_value_shards = Quantity("key_value_shards", "1", "pieces of keys and values; heads at most")
-latent_width = Quantity("latent_width", "1", "compressed queries, keys and values, before and after")
+latent_width = Quantity(
+    "latent_width", "1", "compressed queries, keys and values, before and after"
+)
 num_input_norms = Quantity("num_input_norms", "1", "norms before a block: 2, or 1 when parallel")
 num_output_norms = Quantity("num_output_norms", "1", "norms after a block (Gemma-2)")
-norm_copy_bytes = Quantity("norm_copy_bytes", "bytes", "copies that an unfused norm keeps per value")
+norm_copy_bytes = Quantity(
+    "norm_copy_bytes", "bytes", "copies that an unfused norm keeps per value"
+)
 qk_norm_width = Quantity("qk_norm_width", "1", "queries and keys kept before their own norm")
 score_bytes = Quantity("score_bytes", "bytes", "kept per attention score; 0 with flash attention")
+score_gradient_bytes = Quantity(
+    "score_gradient_bytes", "bytes", "gradients alive per attention score; 0 with flash attention"
+)
 ffn_width = Quantity("ffn_width", "1", "feed-forward (or shared experts') width")
 ffn_inputs = Quantity("ffn_inputs", "1", "matrices into the block: 2 when gated")
 ffn_copies = Quantity("ffn_copies", "1", "further kept widths of an unfused gate")
@@ -159,7 +166,7 @@ def backward_transient() -> Expr:
         query_width / tensor_parallel + keys_values + output_width / tensor_parallel,
     )
     dense = element_bytes * tokens * widths
-    scores = 2 * score_bytes * tokens * key_length * num_heads / tensor_parallel
+    scores = score_gradient_bytes * tokens * key_length * num_heads / tensor_parallel
     width = expert_width / expert_tensor_parallel * ffn_inputs
     experts = element_bytes * routed_tokens * (width + hidden)
     return 2 * stream + gathered + Maximum(Maximum(dense, experts), scores)
