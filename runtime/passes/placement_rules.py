@@ -23,7 +23,7 @@ from runtime.passes.placements import (
     moved_by_transpose,
     reshaped_dim,
 )
-from runtime.passes.sharder import AXIS, Sharder
+from runtime.passes.sharder import AXIS, SEQUENCE_DIM, Sharder
 from runtime.program import IGNORED_LABEL
 
 _aten = torch.ops.aten
@@ -112,13 +112,24 @@ def _embedding(sharder: Sharder, node: Node) -> Placement:
     weight, ids = node.args[0], node.args[1]
     assert isinstance(weight, Node)
     if isinstance(sharder.placement(weight), Replicated):
-        return _whole(sharder, node)
+        return _replicated_embedding(sharder, node, weight)
     lookup = collectives.vocab_parallel_embedding
     found = sharder.call(lookup, (weight, ids, sharder.mesh, AXIS), node, Partial())
     total = sharder.to_stream(found, node)
     node.replace_all_uses_with(total)
     sharder.graph.erase_node(node)
     return sharder.placement(total)
+
+
+def _replicated_embedding(sharder: Sharder, node: Node, weight: Node) -> Placement:
+    """Look up the part of the sequence that the stream holds: cheaper than to cut the result."""
+    ids = node.args[1]
+    assert isinstance(ids, Node)
+    if not sharder.sequence_parallel or sharder.is_trained(ids):
+        return _whole(sharder, node)
+    node.replace_input_with(ids, sharder.to_sharded(ids, SEQUENCE_DIM, node))
+    sharder.note_gradient(weight, is_partial=True)
+    return Sharded(SEQUENCE_DIM)
 
 
 def _cross_entropy(sharder: Sharder, node: Node) -> Placement:

@@ -1,0 +1,231 @@
+"""Compare what a lowered plan does with what the cost model says, without a cluster.
+
+Ranks that differ only in their place on the tensor, context and data axes run the same program, so
+one rank of each pipeline rank stands for its role. Per role: executed FLOPs and the bytes that each
+axis carries must equal `costmodels.counts` exactly, the peak of live storage must lie within 5 % of
+`costmodels.memory`. Across ranks: whoever shares a group must call the same collectives in the same
+order, and every message sent must be received.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from costmodels.counts import count_rank
+from costmodels.layout import Layout
+from costmodels.memory import estimate_memory
+from costmodels.units import GIB
+from planner.plan import Plan
+from runtime.dry_run import RankRun, dry_run
+from runtime.lower import lower_graph
+from runtime.mesh import members, rank_at
+
+PEAK_TOLERANCE = 0.05  # the contract's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One figure from the graph and from the estimate."""
+
+    graph: float
+    estimate: float
+
+    def agrees(self, tolerance: float = 0.0) -> bool:
+        """Tell whether they differ by at most a share of the graph's."""
+        return abs(self.graph - self.estimate) <= tolerance * abs(self.graph)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """One pipeline rank's figures.
+
+    Attributes:
+        ranks: Global ranks of the role, ascending.
+        num_bytes: By axis.
+        live_peak: Bytes.
+
+    """
+
+    ranks: tuple[int, ...]
+    flops: Pair
+    num_bytes: tuple[tuple[str, Pair], ...]
+    live_peak: Pair
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every figure lies within its tolerance."""
+        exact = (self.flops, *(pair for _, pair in self.num_bytes))
+        return all(pair.agrees() for pair in exact) and self.live_peak.agrees(PEAK_TOLERANCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """All roles of a plan.
+
+    Attributes:
+        disagreements: What collectives do not match, in words; empty if all do.
+        warnings: What the lowering could not do as the plan asks.
+
+    """
+
+    roles: tuple[RoleReport, ...]
+    disagreements: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the plan holds."""
+        return not self.disagreements and all(role.agrees for role in self.roles)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the contract's object."""
+        return {
+            "schema": 1,
+            "roles": [_role_json(role) for role in self.roles],
+            "collectives_agree": not self.disagreements,
+            "disagreements": list(self.disagreements),
+            "warnings": list(self.warnings),
+        }
+
+
+def verify(plan: Plan) -> VerifyReport:
+    """Dry-run every role of a plan.
+
+    Raises:
+        ValueError: The plan cannot be lowered: an unknown architecture, degrees that do not divide.
+
+    """
+    layout = plan.layout
+    lowered = lower_graph(plan.model, plan.job, layout)
+    memory = estimate_memory(plan.model, plan.job, plan.cluster, layout)
+    roles, runs = [], []
+    for place in range(layout.pipeline_parallel):
+        ranks = _ranks_of_role(layout, place)
+        run = dry_run(lowered, plan.job, layout, ranks[0])
+        counts = count_rank(plan.model, plan.job, layout, place)
+        roles.append(
+            RoleReport(
+                ranks=ranks,
+                flops=Pair(graph=run.flops, estimate=counts.flops),
+                num_bytes=_pairs(bytes_by_axis(run, layout), dict(counts.num_bytes)),
+                live_peak=Pair(graph=run.peak, estimate=memory.per_rank[place].allocated),
+            )
+        )
+        runs.append(run)
+    return VerifyReport(
+        roles=tuple(roles),
+        disagreements=tuple(disagreements(runs)),
+        warnings=lowered.meta["warnings"],
+    )
+
+
+def _ranks_of_role(layout: Layout, place: int) -> tuple[int, ...]:
+    first = rank_at(layout, {"tp": 0, "cp": 0, "dp": 0, "pp": place})
+    peers = members(layout, first, "dp_cp")
+    return tuple(sorted(rank for peer in peers for rank in members(layout, peer, "tp")))
+
+
+def bytes_by_axis(run: RankRun, layout: Layout) -> dict[str, int]:
+    """Return a rank's bytes by axis; groups within data x context are "dp", both ends "pp"."""
+    total: Counter[str] = Counter()
+    for ranks, count in run.num_bytes.items():
+        total[_axis_of(ranks, layout, run.rank)] += count
+    return dict(total)
+
+
+def _axis_of(ranks: tuple[int, ...], layout: Layout, rank: int) -> str:
+    for axis in ("tp", "cp", "pp"):
+        if ranks == members(layout, rank, axis):
+            return axis
+    if set(ranks) <= set(members(layout, rank, "dp_cp")):
+        return "dp"
+    return "pp" if ranks == members(layout, rank, "ends") else "ep"
+
+
+def _pairs(graph: dict[str, int], estimate: dict[str, int]) -> tuple[tuple[str, Pair], ...]:
+    axes = sorted({axis for axis, count in (graph | estimate).items() if count})
+    return tuple(
+        (axis, Pair(graph=graph.get(axis, 0), estimate=estimate.get(axis, 0))) for axis in axes
+    )
+
+
+# Agreement across ranks.
+
+
+def disagreements(runs: Sequence[RankRun]) -> list[str]:
+    """Return what would hang: group members that differ in order, messages without a partner."""
+    return [*_differing_collectives(runs), *_lost_messages(runs)]
+
+
+def _differing_collectives(runs: Sequence[RankRun]) -> Iterable[str]:
+    seen: dict[tuple[int, ...], dict[int, list[tuple[str, int]]]] = defaultdict(dict)
+    for run in runs:
+        for message in run.messages:
+            if message.peer < 0:
+                calls = seen[message.ranks].setdefault(run.rank, [])
+                calls.append((message.operation, message.num_bytes))
+    known = {run.rank for run in runs}
+    for ranks, calls_of in seen.items():
+        present = [rank for rank in ranks if rank in known]
+        first = calls_of.get(present[0], [])
+        for rank in present[1:]:
+            place = _first_difference(first, calls_of.get(rank, []))
+            if place is not None:
+                yield (
+                    f"ranks {present[0]} and {rank} of group {format_ranks(ranks)} differ in "
+                    f"collective {place}"
+                )
+
+
+def _first_difference(one: list[tuple[str, int]], other: list[tuple[str, int]]) -> int | None:
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def _lost_messages(runs: Sequence[RankRun]) -> Iterable[str]:
+    """Compare, per pair of ranks, what is sent with what is received: tag and size."""
+    sent: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for run in runs:
+        for message in run.messages:
+            what = (message.tag, message.num_bytes)
+            if message.operation == "send":
+                sent[run.rank, message.peer].append(what)
+            elif message.operation == "receive":
+                received[message.peer, run.rank].append(what)
+    for pair in sorted(set(sent) | set(received)):
+        if sorted(sent[pair]) != sorted(received[pair]):
+            yield f"rank {pair[0]} sends other messages than rank {pair[1]} receives"
+
+
+# Output.
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "0-7,16": runs of neighbouring ranks."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in runs)
+
+
+def _role_json(role: RoleReport) -> dict[str, object]:
+    return {
+        "ranks": format_ranks(role.ranks),
+        "flops": _pair_json(role.flops),
+        "bytes": {axis: _pair_json(pair) for axis, pair in role.num_bytes},
+        "live_peak_gib": {
+            "graph": round(role.live_peak.graph / GIB, 4),
+            "estimate": round(role.live_peak.estimate / GIB, 4),
+        },
+        "agrees": role.agrees,
+    }
+
+
+def _pair_json(pair: Pair) -> dict[str, float]:
+    return {"graph": pair.graph, "estimate": pair.estimate}
