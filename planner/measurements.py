@@ -10,6 +10,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.model import ModelSpec
+from costmodels.parameters import matmul_parameters
 from costmodels.profile_toml import make_cluster, read_profile
 from planner.measured_model import Row, UnsupportedRowError, integer, read_model_columns
 
@@ -247,4 +248,18 @@ def _stages(row: Row, model: ModelSpec, num_stages: int) -> tuple[int, ...]:
     if "embedding-and-head-count-as-layers" in tags and num_stages > 1:
         counts = split_layers(model.num_layers + 2, num_stages)
         return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
+    if "uneven-stages" in tags and num_stages > 1:
+        return _balanced_stages(model, num_stages)
     return split_layers(model.num_layers, num_stages)
+
+
+def _balanced_stages(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
+    """Spread layers so that the last stage's output head weighs as many layers as it works.
+
+    The rows say that stages are uneven, not how; this is why anybody makes them so.
+    """
+    head = model.vocab_size * model.hidden_size
+    layers = (matmul_parameters(model) - head) / model.num_layers
+    share = (model.num_layers + head / layers) / num_stages
+    last = max(1, round(share - head / layers))
+    return (*split_layers(model.num_layers - last, num_stages - 1), last)
