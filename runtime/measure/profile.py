@@ -6,6 +6,7 @@ has it, with its source.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -35,6 +36,7 @@ from runtime.mesh import World
 
 TIMEOUT = 600.0  # s for all of it; four ranks on two cores take about one minute
 NUM_ROUNDS = 3  # far enough apart that one disturbance does not spoil the same sample twice
+ROUNDS_SECONDS = 140.0  # a busy machine gets fewer rounds, so that all ends within three minutes
 MAX_RANKS = 64  # processes of one host; more would measure nothing but the scheduler
 SIGNIFICANT_DIGITS = 4  # beyond what repeats agree on
 PCIE_5_GB_PER_S = 63  # one direction of 16 lanes; a faster link between GPUs is no PCI Express
@@ -93,7 +95,12 @@ def _measure(world: World, progress: Callable[[str], None]) -> dict[str, Any]:
     alone = Layout(data_parallel=world.size, layers_per_stage=(1,))
     watch = Stopwatch(world=world.mesh(alone).group("world"), device=world.device)
     rounds: list[list[Sample]] = []
+    start = time.monotonic()
     for number in range(1, NUM_ROUNDS + 1):
+        spent, done = watch.agree(time.monotonic() - start), len(rounds)
+        if done and spent * number / done > ROUNDS_SECONDS:
+            progress(f"{spent:.0f} s for {done} of {NUM_ROUNDS} rounds: no time for another")
+            break
         samples: list[Sample] = []
         for name, source in (
             ("kernels", kernel_samples(watch)),

@@ -9,6 +9,7 @@ from costmodels.hardware import usable_memory
 from costmodels.profile_toml import profile_from_toml, read_profile
 from costmodels.profile_writer import profile_to_toml
 from costmodels.units import GIB
+from runtime.launch import run_ranks
 from runtime.measure import kernels, profile, transfers
 from runtime.measure.profile import build_profile, measure_profile
 from runtime.measure.samples import sample
@@ -91,8 +92,9 @@ def test_more_gpus_than_there_are_is_refused_with_both_numbers(monkeypatch):
         measure_profile("cuda", 4)
 
 
-def test_two_ranks_measure_this_machine(monkeypatch):
-    """The whole way with real processes, on shapes too small to tell much."""
+@pytest.fixture
+def small_shapes(monkeypatch):
+    """Shapes too small to tell much, and repeats to match."""
     small = kernels.Shapes(
         products=((32, 64, 64), (64, 128, 128)), lengths=(32, 64), num_heads=2, passes=(4096, 65536)
     )
@@ -101,13 +103,31 @@ def test_two_ranks_measure_this_machine(monkeypatch):
     monkeypatch.setitem(transfers.SIZES, "cpu", (1024, 16384))
     monkeypatch.setitem(transfers.OVERLAP_BYTES, "cpu", 16384)
     monkeypatch.setitem(transfers.OVERLAP_WIDTH, "cpu", 32)
-    monkeypatch.setattr(profile, "NUM_ROUNDS", 1)
     monkeypatch.setattr(profile, "Stopwatch", partial(profile.Stopwatch, repeat_seconds=1e-3))
+
+
+def test_two_ranks_measure_this_machine(small_shapes, monkeypatch):
+    """The whole way with real processes."""
+    monkeypatch.setattr(profile, "NUM_ROUNDS", 1)
     measured = measure_profile("cpu", 2)
     assert profile_from_toml(profile_to_toml(measured)) == measured
     assert {p.kind for p in measured.provenance if p.key.startswith("links.intra")} == {"measured"}
     assert measured.generation == "cpu"
     assert measured.device.name != ""
+
+
+def test_a_round_that_would_end_too_late_is_not_begun(small_shapes, monkeypatch):
+    monkeypatch.setattr(profile, "ROUNDS_SECONDS", 1e-6)
+
+    def work(world):
+        said = []
+        profile._measure(world, said.append)
+        return said
+
+    said = run_ranks(work, 1)[0]
+    assert [line.partition(":")[0] for line in said[:3]] == ["round 1 of 3"] * 3
+    assert "for 1 of 3 rounds" in said[3]
+    assert len(said) == 4
 
 
 @pytest.mark.gpu

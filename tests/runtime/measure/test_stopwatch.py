@@ -27,7 +27,7 @@ def test_every_rank_makes_the_same_calls_and_hears_of_the_slowest():
     (first, first_calls), (second, second_calls) = run_ranks(work, 2)
     assert first == second
     assert first >= 0.002
-    assert first_calls == second_calls >= 4
+    assert first_calls == second_calls >= 3  # to warm up, a trial, its repeat
 
 
 def test_agree_returns_the_largest_value():
