@@ -352,6 +352,7 @@ _RULES: dict[object, Rule] = {
     _aten.split_with_sizes.default: _split,
     _aten.chunk.default: _split,
     operator.getitem: _same_as_input,
+    _aten.to.dtype: _same_as_input,
     _aten.contiguous.default: _same_as_input,
     _aten.clone.default: _same_as_input,
     _aten.mean.dim: _along_dims,
