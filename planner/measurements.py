@@ -57,6 +57,10 @@ FRAMEWORKS = (
 
 PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the common recipe
 
+# Modules that are cheap to run again for the memory that they free (Megatron-Bridge's recipes for
+# expert models).
+CHEAP_MODULES = ("layernorm", "mla_up_proj", "moe_act")
+
 UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
 
 
@@ -152,7 +156,9 @@ def _switches(row: Row, tags: frozenset[str]) -> Switches:
     kernels = ("flash-2", "flash-1", *UNFUSED_KERNELS)
     default = "flash-2" if row["flash"] != "0" else "fused-softmax"
     kernel = next((tag for tag in kernels if tag in tags), default)
-    dispatch = next((tag for tag in ("deepep", "hybridep") if tag in tags), "alltoall")
+    # Silent rows are vendors' tuned runs, which send a token once per node.
+    dispatchers = ("alltoall", "deepep", "hybridep")
+    dispatch = next((tag for tag in dispatchers if tag in tags), "deepep")
     # Next to a stated kernel, what is not tagged as fused is not: norms, the loss.
     states_kernel = kernel in tags
     graphs = True if "cuda-graphs" in tags else False if "no-cuda-graphs" in tags else None
@@ -194,11 +200,7 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
         layers_per_stage=_stages(row, model, pipeline_parallel * stages_per_rank),
         recompute_modules=tuple(row["recompute_modules"].split()),
     )
-    if row["recompute"]:
-        recomputes: tuple[Recompute, ...] = (Recompute(row["recompute"]),)
-    else:
-        recomputes = tuple(Recompute)
-        notes.append("recompute not stated: the least that fits")
+    readings = _recompute_readings(row, model, base, notes)
     per_replica, rest = divmod(job.global_batch_size, data_parallel)
     if rest:
         raise UnsupportedRowError(
@@ -214,14 +216,40 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
             f"{per_replica} sequences per replica do not divide into micro-batches of {sizes[0]}"
         )
     return tuple(
-        replace(
-            base,
-            recompute=recompute,
-            micro_batch_size=size,
-            num_micro_batches=per_replica // size,
-        )
-        for recompute in recomputes
+        replace(reading, micro_batch_size=size, num_micro_batches=per_replica // size)
+        for reading in readings
         for size in sizes
+    )
+
+
+def _recompute_readings(
+    row: Row, model: ModelSpec, base: Layout, notes: list[str]
+) -> tuple[Layout, ...]:
+    """Return what a row may mean by its recomputation, least first.
+
+    Where it says nothing: none; modules (those of Megatron's own recipes where there are experts or
+    latent attention); then whole layers, a quarter of each stage more at a time.
+    """
+    if row["recompute"]:
+        return (replace(base, recompute=Recompute(row["recompute"])),)
+    notes.append("recompute not stated: the least that fits")
+    modules = [base.recompute_modules]
+    if model.moe is not None or model.latent_attention is not None:
+        modules.append(CHEAP_MODULES)
+    most = max(base.layers_per_stage)
+    counts = sorted({-(-most * quarters // 4) for quarters in (1, 2, 3)})
+    return (
+        base,
+        *(
+            replace(base, recompute=Recompute.SELECTIVE, recompute_modules=names)
+            for names in modules
+        ),
+        *(
+            replace(base, recompute=Recompute.FULL, recompute_layers=count)
+            for count in counts
+            if count <= min(base.layers_per_stage)
+        ),
+        replace(base, recompute=Recompute.FULL),
     )
 
 
