@@ -39,6 +39,7 @@ class Sharing:
         replicas: Ranks of `data` that own the same piece.
         copies: Groups over which the gradients of equal copies are summed besides.
         is_counted: This rank's piece counts in norms; its copies elsewhere do not.
+        is_owner: Of the stages that hold the parameter, this one writes it to checkpoints.
 
     """
 
@@ -48,6 +49,7 @@ class Sharing:
     replicas: Group
     copies: tuple[Group, ...]
     is_counted: bool
+    is_owner: bool
 
     def cuts(self, what: str) -> bool:
         """Whether a rank keeps a piece only of "optimizer", "gradients" or "weights"."""

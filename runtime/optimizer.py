@@ -142,6 +142,22 @@ class ShardedOptimizer:
         self._states.publish()
         return norm
 
+    def create_states(self) -> None:
+        """Create the states that the first step would, so that saved ones can be read into them."""
+        if self._settings.kind is Optimizer.SGD:
+            return
+        for segment in self.segments():
+            self.inner.state[segment.master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=segment.master.device),
+                "exp_avg": torch.zeros_like(segment.master),
+                "exp_avg_sq": torch.zeros_like(segment.master),
+            }
+
+    def resume(self, num_steps: int) -> None:
+        """Go on after a number of steps; the other states have been read."""
+        for state in self.inner.state.values():
+            state["step"].fill_(num_steps)
+
     def segments(self) -> Iterator[Segment]:
         """Yield the rank's pieces in model order."""
         return (segment for _, segment in self._pieces())

@@ -82,7 +82,7 @@ def _run_joined(
         return WRONG_INPUT
     try:
         train(trainer)
-    except TrainingBrokeError as error:  # the same on every rank
+    except (TrainingBrokeError, ValueError) as error:  # the same on every rank
         if world.rank == 0:
             _say(f"error: {error}")
         return BROKEN

@@ -20,6 +20,7 @@ from runtime.metrics import Measurement, Recorder, model_flops_utilisation, peak
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate, precisions
 from runtime.options import TrainingOptions
 from runtime.program import materialise
+from runtime.state import checkpoint_folder, load_checkpoint, save_checkpoint
 from runtime.zero import ShardedStates
 
 
@@ -58,6 +59,8 @@ class Trainer:
         self._states = ShardedStates(program, self._mesh, formats)
         self.executor = Executor(program, self._mesh, self._states)
         self.optimizer = ShardedOptimizer(self._states, self._settings)
+        if options.resume is not None:
+            self.step = load_checkpoint(options.resume, self._mesh, self._states, self.optimizer)
         self._recorder = Recorder(options.output, plan) if world.rank == 0 else None
         self._stop = False
         self._start = time.perf_counter()
@@ -66,14 +69,23 @@ class Trainer:
                 print(f"warning: {warning}", file=sys.stderr)  # noqa: T201  (progress)
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left; SIGTERM ends them after the one that runs."""
+        """Yield the steps that are left.
+
+        Raises:
+            TrainingBrokeError: SIGTERM came; the step that ran is done and saved.
+
+        """
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         for step in range(self.step, self._options.steps):
             self.step = step
             self._start = time.perf_counter()
             yield step
             if self._stop:
-                return
+                self._save(step + 1)
+                raise TrainingBrokeError(
+                    f"stopped by SIGTERM after step {step}; go on with --resume "
+                    f"{checkpoint_folder(self._options.output, step + 1)}"
+                )
         self._finish()
 
     def micro_batches(self, step: int) -> list[dict[str, Tensor]]:
@@ -105,6 +117,8 @@ class Trainer:
                 f"the loss is {loss_now} in step {step}; try a lower --learning-rate or a longer "
                 "--warmup-steps"
             )
+        if self._options.save_every and (step + 1) % self._options.save_every == 0:
+            self._save(step + 1)
         if self._recorder is None:
             return
         on_gpu = self._mesh.device.type == "cuda"
@@ -132,6 +146,10 @@ class Trainer:
         allocated, reserved, stop = largest.tolist()
         self._stop = bool(stop)
         return allocated, reserved
+
+    def _save(self, num_steps: int) -> None:
+        folder = checkpoint_folder(self._options.output, num_steps)
+        save_checkpoint(folder, self._mesh, self._states, self.optimizer, num_steps)
 
     def _ask_to_stop(self, signum: int, frame: object) -> None:  # noqa: ARG002  (a handler)
         self._stop = True

@@ -220,4 +220,5 @@ def _sharing(shard: ParameterShard, stage: StageModule, mesh: Mesh) -> Sharing:
         replicas=mesh.group("zero_replicas"),
         copies=tuple(copies),
         is_counted=is_first_copy and is_cut and is_owner,
+        is_owner=is_owner,
     )
