@@ -74,14 +74,16 @@ class ConfigKeys:
             raise ValueError(f"{name} must lie between {least} and {MAX_COUNT}, not {value}")
         return value
 
-    def number(self, *names: str, default: float) -> float:
-        """Return a finite number above zero."""
+    def number(self, *names: str, default: float, or_zero: bool = False) -> float:
+        """Return a finite number above zero, or zero itself where that has a meaning."""
         name, value = self._find(names)
         if value is None:
             return default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if or_zero and is_number and value == 0:
+            return 0.0
         if not is_number or not 0 < value < math.inf:  # type: ignore[operator]  # checked just now
-            _refuse(name, "a number above 0", value)
+            _refuse(name, "a number from 0 up" if or_zero else "a number above 0", value)
         return float(value)  # type: ignore[arg-type]
 
     def flag(self, *names: str, default: bool) -> bool:

@@ -79,6 +79,8 @@ class MixtureOfExperts:
         correction_bias: Selection uses scores plus a buffer (DeepSeek-V3).
         num_groups: Groups of experts for node-limited routing; 1 without limit.
         groups_per_token: Groups that a token may visit.
+        balance_loss: Weight of the loss that evens out the experts' loads within each sequence
+            (DeepSeek-V2, arXiv:2405.04434, equation 23), for the runtime only.
 
     """
 
@@ -96,6 +98,7 @@ class MixtureOfExperts:
     correction_bias: bool = False
     num_groups: int = 1
     groups_per_token: int = 1
+    balance_loss: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse sizes that no layer can have."""

@@ -15,6 +15,7 @@ def mixtral(keys: ConfigKeys) -> ModelSpec:
         num_experts=keys.count("num_local_experts", "num_experts"),
         experts_per_token=keys.count("num_experts_per_tok"),
         ffn_hidden_size=spec.ffn_hidden_size,
+        balance_loss=keys.number("router_aux_loss_coef", default=0.0, or_zero=True),
     )
     return with_window(keys, replace(spec, moe=moe), keys.optional_count("sliding_window"))
 
@@ -48,6 +49,7 @@ def _qwen_experts(keys: ConfigKeys, num_layers: int) -> MixtureOfExperts:
         ffn_hidden_size=keys.count("moe_intermediate_size"),
         num_dense_layers=len(dense),
         normalize_weights=keys.flag("norm_topk_prob", default=False),
+        balance_loss=keys.number("router_aux_loss_coef", default=0.0, or_zero=True),
     )
 
 
@@ -91,6 +93,9 @@ def deepseek(keys: ConfigKeys) -> ModelSpec:
 def _deepseek_experts(keys: ConfigKeys, *, is_v3: bool) -> MixtureOfExperts:
     keys.expect("moe_layer_freq", 1, why="experts must stand in every layer after the dense")
     width = keys.count("moe_intermediate_size")
+    method = keys.text("topk_method", default="noaux_tc" if is_v3 else "greedy")
+    groups, allowed = keys.count("n_group", default=1), keys.count("topk_group", default=1)
+    is_limited = method != "greedy"  # plain top-k looks at all groups
     return MixtureOfExperts(
         num_experts=keys.count("n_routed_experts", "num_experts", "num_local_experts"),
         experts_per_token=keys.count("num_experts_per_tok"),
@@ -100,8 +105,8 @@ def _deepseek_experts(keys: ConfigKeys, *, is_v3: bool) -> MixtureOfExperts:
         scoring=keys.text("scoring_func", default="sigmoid" if is_v3 else "softmax"),
         normalize_weights=keys.flag("norm_topk_prob", default=is_v3),
         routed_scaling=keys.number("routed_scaling_factor", default=2.5 if is_v3 else 1.0),
-        correction_bias=keys.text("topk_method", default="noaux_tc" if is_v3 else "greedy")
-        == "noaux_tc",
-        num_groups=keys.count("n_group", default=1),
-        groups_per_token=keys.count("topk_group", default=1),
+        correction_bias=method == "noaux_tc",
+        num_groups=groups if is_limited else 1,
+        groups_per_token=allowed if is_limited else 1,
+        balance_loss=keys.number("aux_loss_alpha", default=0.0, or_zero=True),
     )

@@ -1,7 +1,8 @@
 """The project's own decoders, with the parameter names of Hugging Face's.
 
 `build_model` makes the module of a `ModelSpec`; its parameters usually lie on the meta device and
-receive values after lowering, rank by rank.
+receive values after lowering, rank by rank. Blocks of multi-token prediction are left out, here as
+in all counts of parameters: the main model trains without them.
 """
 
 import torch
@@ -16,6 +17,11 @@ _FAMILIES = {
     "mistral": Llama,
     "qwen2": Llama,
     "qwen3": Llama,
+    "mixtral": Llama,
+    "qwen2_moe": Llama,
+    "qwen3_moe": Llama,
+    "deepseek_v2": Llama,
+    "deepseek_v3": Llama,
     "gpt2": Gpt2,
 }
 
@@ -52,20 +58,24 @@ def build_model(
         if present:
             raise ValueError(f"{spec.name}: the native runtime does not train {feature}")
     with torch.device(device):
-        return family(spec).to(dtype)
+        model = family(spec)
+    for (
+        parameter
+    ) in model.parameters():  # buffers keep theirs: frequencies and corrections are fp32
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _unsupported(spec: ModelSpec, seq_len: int) -> dict[str, bool]:
     """Return what no module here can express, and whether the model asks for it."""
     positions = spec.num_position_embeddings
     return {
-        "experts": spec.moe is not None,
-        "latent attention": spec.latent_attention is not None,
+        "biases of experts or routers": spec.moe is not None
+        and (spec.moe.expert_bias or spec.moe.router_bias),
         "parallel blocks": spec.parallel_block,
         f"{spec.norms_per_layer} norms per layer": spec.norms_per_layer != _NORMS_PER_LAYER,
         "a norm after the embedding": spec.embedding_norm,
         "attention sinks": spec.attention_sinks,
-        "multi-token prediction": spec.num_mtp_layers > 0,
         "a bias in the output head": spec.head_bias,
         f"query and key norms of kind {spec.qk_norm!r}": spec.qk_norm not in ("none", "per-head"),
         f"rotary embeddings on {spec.rope_fraction:g} of a head": spec.rope_fraction != 1.0,

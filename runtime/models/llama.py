@@ -1,30 +1,20 @@
 """Decoder of the Llama family: RMSNorm, rotary positions, grouped queries, gated feed-forward.
 
-Covers Llama, Mistral, Qwen2 (biases on queries, keys, values) and Qwen3 (a norm on each query and
-key head). Parameter names are those of Hugging Face's `LlamaForCausalLM`.
+Covers Llama, Mistral, Qwen2 (biases on queries, keys, values), Qwen3 (a norm on each query and
+key head), their relatives with experts (Mixtral, Qwen2-MoE, Qwen3-MoE), and DeepSeek-V2 and V3
+(latent attention). Parameter names are those of Hugging Face's modules of these families.
 
 Shapes: B sequences, S tokens, H hidden, A heads, G key and value heads, D width of a head.
 """
 
-import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
 from torch import Tensor, nn
 
 from costmodels.model import ModelSpec
 from runtime.models import rope
-
-
-class RmsNorm(nn.Module):
-    """x / rms(x) * weight over the last dim."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+from runtime.models.feed_forward import feed_forward
+from runtime.models.latent_attention import LatentAttention
+from runtime.models.rms_norm import RmsNorm
 
 
 class Attention(nn.Module):
@@ -56,31 +46,16 @@ class Attention(nn.Module):
         return result
 
 
-class GatedFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
-        self.gate_proj = nn.Linear(hidden, ffn, bias=spec.ffn_bias)
-        self.up_proj = nn.Linear(hidden, ffn, bias=spec.ffn_bias)
-        self.down_proj = nn.Linear(ffn, hidden, bias=spec.ffn_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform each token: [B, S, H] to [B, S, H]."""
-        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return result
-
-
 class Layer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
+        latent = spec.latent_attention
         self.input_layernorm = RmsNorm(spec.hidden_size, spec.norm_epsilon)
-        self.self_attn = Attention(spec)
+        self.self_attn = Attention(spec) if latent is None else LatentAttention(spec, latent)
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.norm_epsilon)
-        self.mlp = GatedFeedForward(spec)
+        self.mlp = feed_forward(spec, index)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Transform the residual stream: [B, S, H] to [B, S, H]."""
@@ -97,16 +72,19 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.norm_epsilon)
         theta = 10000.0 if spec.rope_theta is None else spec.rope_theta
-        frequencies = rope.inverse_frequencies(spec.head_dim, theta, dict(spec.rope_scaling))
+        latent = spec.latent_attention
+        width = spec.head_dim if latent is None else latent.qk_rope_head_dim
+        frequencies = rope.inverse_frequencies(width, theta, dict(spec.rope_scaling))
+        self.magnitude = rope.magnitude(dict(spec.rope_scaling))
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the hidden state [B, S, H] of tokens [B, S]."""
         x: Tensor = self.embed_tokens(input_ids)
-        cos, sin = rope.tables(position_ids, self.frequencies, x.dtype)
+        cos, sin = rope.tables(position_ids, self.frequencies, x.dtype, self.magnitude)
         for layer in self.layers:
             x = layer(x, cos, sin)
         x = self.norm(x)

@@ -1,0 +1,148 @@
+"""A feed-forward block of routed experts, whole or spread over ranks; no token is ever dropped.
+
+    route       every token chooses its experts                               `routing.py`
+    dispatch    copies of tokens, sorted by expert, go to the ranks that hold the experts: counts
+                first, then rows, by all-to-alls with uneven sizes
+    compute     down(silu(gate(x)) * up(x)), one grouped product each         `grouped.py`
+    combine     answers return the same way and are weighed and summed
+
+Experts lie in blocks on the ranks of axis "ep". Axis "etp" cuts the width of each one: its ranks
+gather one another's tokens, padded to the longest, and scatter the sums of their partial answers.
+
+For capture the block is one operator, as its shapes depend on values; lowering puts
+`dispatched_experts` in its place, which autograd sees through.
+
+Sources: Shazeer et al., arXiv:1701.06538; dropless dispatch: Gale et al., arXiv:2211.15841;
+folding of the expert axes over tensor, context and data: Liu et al., arXiv:2504.14960.
+
+Shapes: T tokens, k experts per token, E experts (e on this rank), H hidden, F width of an expert.
+"""
+
+# ruff: noqa: ANN401, PLR0917  (operators take plain values by position)
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
+from torch import Tensor
+from torch.library import custom_op
+
+from runtime import collectives
+from runtime.mesh import Mesh
+from runtime.ops.grouped import grouped_linear
+from runtime.ops.routing import Routing, choose, scores_of
+from runtime.ops.rows import put, spread, take
+from runtime.ops.traffic import Traffic, local_counts, meet
+
+
+def dispatched_experts(
+    x: Tensor,
+    router: Tensor,
+    correction: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    mesh: Mesh | None,
+    *rule: Any,
+) -> Tensor:
+    """Return the weighted answers of each token's experts.
+
+    Args:
+        x: [..., H], this rank's tokens; no other rank has them.
+        router: [E, H].
+        correction: [E], added to scores where experts are chosen.
+        gate_up: [e, 2 F / etp, H], both input matrices of the experts of this rank.
+        down: [e, H, F / etp].
+        mesh: Where this rank stands; None for the whole block in one process.
+        rule: The fields of `Routing`, in order.
+
+    """
+    routing = _routing(*rule)
+    tokens = x.reshape(-1, x.shape[-1])
+    scores = scores_of(F.linear(tokens, router), routing)
+    experts, weights = choose(scores, correction, routing)
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)
+    inverse = order.argsort()
+    counts = torch.zeros_like(scores[0], dtype=torch.long)
+    counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    rows = spread(tokens, order, inverse)
+    if mesh is None or mesh.size("ep") * mesh.size("etp") == 1:
+        answers = _compute(rows, gate_up, down, local_counts(counts, len(chosen)))
+    else:
+        traffic = meet(counts, len(chosen), mesh)
+        answers = _visit(rows, gate_up, down, traffic, mesh)
+    by_token = torch.unflatten(take(answers, inverse), 0, (len(tokens), -1))
+    weighed = by_token * weights.to(by_token.dtype).unsqueeze(-1)
+    return weighed.sum(1).view(x.shape)
+
+
+def _routing(*fields: Any) -> Routing:
+    names = ("top_k", "scoring", "normalize", "scaling", "num_groups", "groups_per_token")
+    return Routing(**dict(zip((*names, "balance"), fields, strict=True)))
+
+
+def _compute(rows: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Run this rank's experts on rows that are sorted by expert."""
+    gate, up = grouped_linear(rows, gate_up, counts).chunk(2, dim=-1)
+    return grouped_linear(F.silu(gate) * up, down, counts)
+
+
+def _visit(rows: Tensor, gate_up: Tensor, down: Tensor, traffic: Traffic, mesh: Mesh) -> Tensor:
+    """Send rows to the ranks of their experts and return the answers in the rows' order."""
+    arrived = collectives.all_to_all(rows, mesh, "ep", traffic.received, traffic.sent)
+    padding = traffic.longest - arrived.shape[0]
+    padded = F.pad(arrived, (0, 0, 0, padding)) if padding else arrived
+    gathered = collectives.all_gather(padded, mesh, "etp", 0)
+    answers = _compute(take(gathered, traffic.places), gate_up, down, traffic.rows_of_expert)
+    partial = put(answers, traffic.places, gathered.shape[0])
+    summed = collectives.reduce_scatter(partial, mesh, "etp", 0)
+    own = summed.narrow(0, 0, arrived.shape[0]) if padding else summed
+    return collectives.all_to_all(own, mesh, "ep", traffic.sent, traffic.received)
+
+
+# The operator of captured graphs.
+
+
+@custom_op("meshwright::experts", mutates_args=())
+def whole_experts(
+    x: Tensor,
+    router: Tensor,
+    correction: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    scoring: str,
+    normalize: bool,
+    scaling: float,
+    num_groups: int,
+    groups_per_token: int,
+    balance: float,
+) -> Tensor:
+    """Return the answers of all experts in one process; the arguments as above and in `Routing`."""
+    rule = (top_k, scoring, normalize, scaling, num_groups, groups_per_token, balance)
+    return dispatched_experts(x, router, correction, gate_up, down, None, *rule)
+
+
+@whole_experts.register_fake
+def _(x: Tensor, *rest: Any) -> Tensor:
+    del rest
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:5])
+    ctx.rule = inputs[5:]
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the block again, this time seen by autograd."""
+    x, router, correction, gate_up, down = ctx.saved_tensors
+    x, router, gate_up, down = (t.detach().requires_grad_() for t in (x, router, gate_up, down))
+    with torch.enable_grad():
+        output = dispatched_experts(x, router, correction, gate_up, down, None, *ctx.rule)
+        found = torch.autograd.grad(output, (x, router, gate_up, down), gradient)
+    return found[0], found[1], None, found[2], found[3], *(None for _ in ctx.rule)
+
+
+whole_experts.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,71 @@
+"""Products of runs of rows, each with a matrix of its own: the experts of one rank.
+
+    out[rows of e] = x[rows of e] @ weights[e]^T          dx likewise, dw[e] = dy[rows]^T @ x[rows]
+
+One node of autograd whatever the runs' lengths, so that ranks whose experts get no rows save and
+recompute the same tensors as the others. On CUDA in bf16 torch's grouped kernel does it in one
+launch; elsewhere it is one product per expert, written in place.
+
+Shapes: N rows, K features in, M out, E experts.
+"""
+
+# ruff: noqa: ANN401  (autograd contexts take any attribute)
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
+from torch import Tensor
+
+_ALIGNED = 8  # bf16 elements of 16 bytes: torch's grouped kernel asks it of every row
+
+
+def grouped_linear(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return [N, M]: each run of rows times its expert's matrix.
+
+    Args:
+        x: [N, K], rows sorted by expert.
+        weights: [E, M, K].
+        counts: Rows of each expert; they sum to N.
+
+    """
+    fits = not any(size % _ALIGNED for size in weights.shape[1:])
+    if x.is_cuda and x.dtype == torch.bfloat16 and fits:
+        return fused(x, weights, counts)
+    apply = cast("Callable[..., Tensor]", _GroupedLinear.apply)
+    return apply(x, weights, tuple(counts))
+
+
+def fused(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the same by torch's grouped kernel."""
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+    return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.counts = counts
+        out = x.new_empty((x.shape[0], weights.shape[1]))
+        for expert, (begin, end) in _runs(counts):
+            torch.mm(x[begin:end], weights[expert].t(), out=out[begin:end])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights = ctx.saved_tensors
+        of_x, of_weights = torch.empty_like(x), torch.zeros_like(weights)
+        for expert, (begin, end) in _runs(ctx.counts):
+            rows = gradient[begin:end]
+            torch.mm(rows, weights[expert], out=of_x[begin:end])
+            torch.mm(rows.t(), x[begin:end], out=of_weights[expert])
+        return of_x, of_weights, None
+
+
+def _runs(counts: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+    """Return the expert and the (begin, end) of each run that is not empty."""
+    bounds = pairwise(accumulate(counts, initial=0))
+    return [(expert, run) for expert, run in enumerate(bounds) if run[0] < run[1]]
