@@ -34,7 +34,7 @@ _ROUNDING = 1 - 1e-9  # given away, so that rounding never lifts a bound over it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Costs:
+class BlockBytes:
     """Reserved bytes of some layouts' blocks, one row per layout.
 
     Attributes:
@@ -80,8 +80,8 @@ def memory_lower_bound(
     """
     few = np.ones(len(table)) if smallest_stage is None else smallest_stage
     blocks = block_memory(model, job, cluster, table)
-    costs = _costs(job, cluster, table, blocks)
-    counts = np.array([_count(model, kind.has_experts) for kind in blocks.kinds])
+    costs = block_bytes(job, cluster, table, blocks)
+    counts = np.array([count_layers(model, kind.has_experts) for kind in blocks.kinds])
     bound = np.zeros(len(table))
     for pipeline in np.unique(table.pipeline_parallel):
         rows = np.flatnonzero(table.pipeline_parallel == pipeline)
@@ -89,11 +89,15 @@ def memory_lower_bound(
     return bound * _ROUNDING
 
 
-def _count(model: ModelSpec, has_experts: bool) -> int:
+def count_layers(model: ModelSpec, has_experts: bool) -> int:
+    """Return how many layers have experts, or have none."""
     return sum(kind.has_experts == has_experts for kind in model.layer_kinds)
 
 
-def _costs(job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: BlockMemory) -> _Costs:
+def block_bytes(
+    job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: BlockMemory
+) -> BlockBytes:
+    """Return the reserved bytes of blocks; under full recomputation every layer is recomputed."""
     grown = 1 + fragmentation_fraction(job, cluster)
     is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
     stays = grown * (table.offload_activations == 0)
@@ -103,7 +107,7 @@ def _costs(job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: Block
     brought_back = np.where(is_full, np.minimum.reduce(extra), 0.0) * (stays > 0)
     outside = context_bytes(cluster) + job.memory_taken + blocks.communication + moving.gathered
     logits = blocks.head_bytes
-    return _Costs(
+    return BlockBytes(
         states=np.stack([states.total for states in blocks.layer_states], axis=1),
         kept=np.stack(kept, axis=1),
         embedding=blocks.embedding.total,
@@ -117,7 +121,7 @@ def _costs(job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: Block
 
 
 def _bound_of(
-    costs: _Costs,
+    costs: BlockBytes,
     counts: NDArray[np.int64],
     table: LayoutTable,
     rows: NDArray[np.int64],
@@ -126,7 +130,7 @@ def _bound_of(
     """Return the bound of rows that share their number of pipeline ranks."""
     pipeline = int(table.pipeline_parallel[rows[0]])
     ranks = np.arange(pipeline)[None, :]
-    fewest, total = _held(table, rows, ranks)
+    fewest, total = held_micro_batches(table, rows, ranks)
     kept, states = costs.kept[rows], costs.states[rows]
     mean_states, mean_kept = states @ counts / counts.sum(), kept @ counts / counts.sum()
     weights = 1 / (mean_states[:, None] + fewest * mean_kept[:, None])
@@ -160,7 +164,7 @@ def _bound_of(
 _V_SHAPED = [SCHEDULES.index(schedule) for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)]
 
 
-def _held(
+def held_micro_batches(
     table: LayoutTable, rows: NDArray[np.int64], ranks: NDArray[np.int64]
 ) -> tuple[Column, Column]:
     """Return micro-batches in flight: the fewest of a rank's stages, and their sum.

@@ -31,11 +31,13 @@ class SplitLimits:
     Attributes:
         layers: Layers of each stage, at least.
         recomputed: Layers that each stage recomputes under full recomputation, at least.
+        fullest: Layers of the model's main kind that some rank holds, at least.
 
     """
 
     layers: Values
     recomputed: Values
+    fullest: Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,8 @@ def block_totals(costs: LayoutCosts, counts: dict[LayerKind, int]) -> BlockTotal
 
 def no_limits(table: LayoutTable) -> SplitLimits:
     """Each stage has a layer, and under full recomputation recomputes one."""
-    return SplitLimits(layers=np.ones(len(table)), recomputed=np.ones(len(table)))
+    one = np.ones(len(table))
+    return SplitLimits(layers=one, recomputed=one, fullest=one)
 
 
 def pipeline_sums(
@@ -103,9 +106,12 @@ def pipeline_sums(
         backward_input=totals.backward_input + again * redone(num_layers, p * v),
         backward_weight=totals.backward_weight,
         # Some rank holds at least the mean number of layers, rounded up; the last stage the head.
-        slowest_rank=np.maximum(
-            fullest * least + again * redone(fullest, v),
-            costs.head.total + ends * least + again * v * np.minimum(limits.recomputed, few),
+        slowest_rank=np.maximum.reduce(
+            [
+                fullest * least + again * redone(fullest, v),
+                limits.fullest * _main_kind(costs, counts) + again * redone(limits.fullest, v),
+                costs.head.total + ends * least + again * v * np.minimum(limits.recomputed, few),
+            ]
         ),
         forward_share=np.maximum.reduce(shares),
         smallest_forward=few * np.minimum.reduce([times.forward for times in layers]),
@@ -139,3 +145,11 @@ def _again(costs: LayoutCosts, table: LayoutTable) -> Values:
     cheapest = np.minimum.reduce([times.recompute for _, times in costs.layers])
     again: Values = np.where(table.recompute == FULL_CODE, cheapest, 0.0)
     return again
+
+
+def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int]) -> Values:
+    """Return seconds of a layer of the main kind: with experts or without, what most layers are."""
+    with_experts = sum(n for kind, n in counts.items() if kind.has_experts)
+    main = with_experts > sum(counts.values()) - with_experts
+    alike = [times.total for kind, times in costs.layers if kind.has_experts == main]
+    return np.minimum.reduce(alike)

@@ -131,7 +131,9 @@ def _recompute_axis(constraints: Constraints) -> Axis:
 
 
 def _offload_axis(constraints: Constraints) -> Axis:
-    given = OFFLOADS if constraints.offload is None else constraints.offload
+    """Activations go to the host on request only: the time model does not price that traffic."""
+    free = tuple(combo for combo in OFFLOADS if Offload.ACTIVATIONS not in combo)
+    given = free if constraints.offload is None else constraints.offload
     parts = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS)
     return Axis(
         name="offload",

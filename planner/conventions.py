@@ -169,8 +169,13 @@ def _on_free_axes(axes: Axes) -> tuple[Rule, ...]:
             "stages_spread_evenly",
             ("pipeline_parallel", "stages_per_rank"),
             lambda case: (
-                (case.table.stages_per_rank <= 2)  # noqa: PLR2004 - uneven splits in two are common
+                (case.table.stages_per_rank == 1)
                 | (case.model.num_layers % case.num_stages == 0)
+                # Where not even the ranks divide the layers, two stages on each are as good.
+                | (
+                    (case.table.stages_per_rank == 2)  # noqa: PLR2004
+                    & (case.model.num_layers % case.table.pipeline_parallel > 0)
+                )
             ),
         ),
     }

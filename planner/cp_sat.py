@@ -26,55 +26,11 @@ from itertools import accumulate, pairwise
 
 from ortools.sat.python import cp_model
 
+from planner.stage_problem import StageProblem
+
 Split = tuple[int, ...]
 SEED = 7
 DETERMINISTIC_SECONDS = 10.0  # chosen: a hundred times what 16 stages of 126 layers take
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageProblem:
-    """One layout's layers to be cut into stages; every number is an integer.
-
-    Attributes:
-        kind_of_layer: Kind of each layer, in model order.
-        cost: Per stage, score of one layer of each kind.
-        base: Per stage, score of what is no layer (embedding, head, the pipeline's constant).
-        redo_cost: Per stage, score of recomputing one layer.
-        holds: Per stage, memory of one layer of each kind.
-        held: Per stage, memory of what is no layer.
-        saved: Per stage, memory that recomputing one layer saves.
-        capacity: Memory of a stage.
-        least_recomputed: Smallest k; with `most_recomputed` 0 nothing is recomputed.
-        most_recomputed: Largest k.
-        cutoff: Scores above this are of no interest.
-        hint: Layers per stage to start from.
-        excluded: Answers already known: layers per stage and k.
-
-    """
-
-    kind_of_layer: tuple[int, ...]
-    cost: tuple[tuple[int, ...], ...]
-    base: tuple[int, ...]
-    redo_cost: tuple[int, ...]
-    holds: tuple[tuple[int, ...], ...]
-    held: tuple[int, ...]
-    saved: tuple[int, ...]
-    capacity: int
-    least_recomputed: int = 0
-    most_recomputed: int = 0
-    cutoff: int | None = None
-    hint: Split = ()
-    excluded: tuple[tuple[Split, int], ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        """Stages to fill."""
-        return len(self.base)
-
-    @property
-    def num_layers(self) -> int:
-        """Layers to place."""
-        return len(self.kind_of_layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

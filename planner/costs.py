@@ -1,0 +1,144 @@
+"""Costs: everything that the search asks of the cost models, and nothing else.
+
+The search knows layouts, seconds and bytes; this is the seam to the models, and a test can put
+another one in its place. Bounds hold for tables, exact answers are for one layout with its split:
+
+    open_seconds       what no completion of a partial layout goes below
+    seconds_bound      what no split of a layout's layers goes below
+    memory_bound       the same for the bytes of the fullest rank
+    least_recomputed   layers per stage that full recomputation must redo to fit
+    seconds, memory    exact
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.bounds import open_lower_bound, time_lower_bound
+from costmodels.estimate import estimate_time
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout
+from costmodels.layout_table import LayoutTable
+from costmodels.memory import estimate_memory
+from costmodels.memory_bound import memory_lower_bound
+from costmodels.model import ModelSpec
+from costmodels.pipeline_bound import SplitLimits
+from costmodels.recompute_bound import least_recomputed_layers
+from costmodels.stage_room import fullest_stage
+from costmodels.terms import MemoryEstimate
+from planner.stage_problem import ScoredProblem, scored_problem
+
+Values = NDArray[np.float64]
+
+
+class Costs(Protocol):
+    """What the search asks."""
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device that the driver leaves."""
+
+    @property
+    def host_capacity(self) -> float:
+        """Bytes of host memory of a node."""
+
+    def open_seconds(
+        self, table: LayoutTable, recomputed: Values, *, schedule_is_open: bool
+    ) -> Values:
+        """Return seconds that no completion of partial layouts goes below.
+
+        Open are the ZeRO stage and group, the rank order, recomputation (but for the layers per
+        stage in `recomputed`), offload and the split; with `schedule_is_open` the schedule and the
+        stages per rank too.
+        """
+
+    def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
+        """Return seconds that no split within the limits goes below."""
+
+    def memory_bound(self, table: LayoutTable, smallest_stage: Values) -> Values:
+        """Return bytes of the fullest rank that no split with stages of this size goes below."""
+
+    def least_recomputed(self, table: LayoutTable, smallest_stage: Values, limit: float) -> Values:
+        """Return layers per stage to recompute so that a rank may fit `limit` bytes; inf: never."""
+
+    def fullest_stage(self, table: LayoutTable, recomputed: Values, limit: float) -> Values:
+        """Return layers of the main kind that some rank holds in every split that fits.
+
+        Each stage recomputes at most so many layers in full; inf where no split fits.
+        """
+
+    def memory(self, layout: Layout) -> MemoryEstimate:
+        """Return the exact memory of one layout."""
+
+    def seconds(self, layout: Layout) -> float:
+        """Return the exact seconds of one layout."""
+
+    def stage_problem(self, layout: Layout, limit: float) -> ScoredProblem:
+        """Return the problem of splitting a layout's layers under a memory limit in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """The cost models of package `costmodels`, for one job on one cluster."""
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device that the driver leaves."""
+        return self.cluster.usable_memory
+
+    @property
+    def host_capacity(self) -> float:
+        """Bytes of host memory of a node."""
+        return self.cluster.profile.host_memory
+
+    def open_seconds(
+        self, table: LayoutTable, recomputed: Values, *, schedule_is_open: bool
+    ) -> Values:
+        """See Costs."""
+        return open_lower_bound(
+            self.model,
+            self.job,
+            self.cluster,
+            table,
+            schedule_is_open=schedule_is_open,
+            recomputed=recomputed,
+        )
+
+    def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
+        """See Costs."""
+        return time_lower_bound(self.model, self.job, self.cluster, table, limits)
+
+    def memory_bound(self, table: LayoutTable, smallest_stage: Values) -> Values:
+        """See Costs."""
+        return memory_lower_bound(self.model, self.job, self.cluster, table, smallest_stage)
+
+    def least_recomputed(self, table: LayoutTable, smallest_stage: Values, limit: float) -> Values:
+        """See Costs."""
+        return least_recomputed_layers(
+            self.model, self.job, self.cluster, table, limit=limit, smallest_stage=smallest_stage
+        )
+
+    def fullest_stage(self, table: LayoutTable, recomputed: Values, limit: float) -> Values:
+        """See Costs."""
+        return fullest_stage(
+            self.model, self.job, self.cluster, table, limit=limit, recomputed=recomputed
+        )
+
+    def memory(self, layout: Layout) -> MemoryEstimate:
+        """See Costs."""
+        return estimate_memory(self.model, self.job, self.cluster, layout)
+
+    def seconds(self, layout: Layout) -> float:
+        """See Costs."""
+        return estimate_time(self.model, self.job, self.cluster, layout).step_seconds
+
+    def stage_problem(self, layout: Layout, limit: float) -> ScoredProblem:
+        """See Costs."""
+        return scored_problem(self.model, self.job, self.cluster, layout, limit)

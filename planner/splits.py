@@ -1,0 +1,164 @@
+"""The best split of one layout's layers: which layers on which stage, how many recomputed.
+
+    no pipeline              one stage
+    one stage per rank       any split: CP-SAT by ascending lower bound, each answer judged by the
+                             exact models, until the bound reaches the best one or the cutoff
+    several stages per rank  the even split, short stages at the two ends where embedding and head
+                             add their own work
+
+Under full recomputation the fewest recomputed layers that fit are taken: memory falls and time
+rises with their number.
+"""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from costmodels.layout import Layout, Recompute, split_layers
+from costmodels.terms import MemoryEstimate
+from planner.costs import Costs
+from planner.stage_problem import SPLIT_SCHEDULES
+
+MOST_ANSWERS = 24  # chosen: answers of the solver judged for one layout before it counts as open
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a layout must stay within.
+
+    Attributes:
+        device: Bytes that a rank may reserve.
+        host: Bytes of host memory of a node.
+
+    """
+
+    device: float
+    host: float
+
+    def hold(self, memory: MemoryEstimate) -> bool:
+        """Whether a layout's memory stays within both."""
+        return memory.parts.reserved <= self.device and memory.host_per_node <= self.host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedSplit:
+    """What a user fixed of the split; None leaves it open."""
+
+    layers_per_stage: tuple[int, ...] | None = None
+    recompute_layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one layout.
+
+    Attributes:
+        layout: The best split that fits; None without.
+        seconds: Its exact value; inf without.
+        closest: The layout nearest to fitting, for "nothing fits".
+        bound: No other split is faster than this.
+        num_exact: Splits whose exact value was computed.
+
+    """
+
+    layout: Layout | None
+    seconds: float
+    closest: Layout
+    bound: float
+    num_exact: int
+
+
+def smallest_stage(num_layers: int, pipeline_parallel: int, stages_per_rank: int) -> int:
+    """Return layers that every stage of every considered split has at least."""
+    if pipeline_parallel == 1:
+        return num_layers
+    if stages_per_rank == 1:
+        return 1
+    return num_layers // (pipeline_parallel * stages_per_rank)
+
+
+def best_split(
+    costs: Costs, layout: Layout, limits: Limits, cutoff: float, stated: StatedSplit
+) -> Outcome:
+    """Return the fastest split of a layout that fits.
+
+    Args:
+        costs: The models.
+        layout: Everything but the split (and, under full recomputation, the recomputed layers);
+            its own split says how many layers there are.
+        limits: Memory.
+        cutoff: Splits of this many seconds or more are of no interest.
+        stated: What the user fixed of the split.
+
+    """
+    split = stated.layers_per_stage
+    if split is None and layout.num_stages > 1 and layout.stages_per_rank == 1:
+        assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
+        return _solved(costs, layout, limits, cutoff, stated)
+    split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
+    given = replace(layout, layers_per_stage=split)
+    fitting = _fitting(costs, given, limits, stated)
+    if fitting is None:
+        closest = _leanest(given, stated)
+        return Outcome(layout=None, seconds=inf, closest=closest, bound=inf, num_exact=0)
+    seconds = costs.seconds(fitting)
+    return Outcome(layout=fitting, seconds=seconds, closest=fitting, bound=seconds, num_exact=1)
+
+
+def _fitting(costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit) -> Layout | None:
+    """Return the layout with the fewest recomputed layers that fits, None where none does."""
+    leanest = _leanest(layout, stated)
+    if not limits.hold(costs.memory(leanest)):
+        return None
+    if leanest.recompute is not Recompute.FULL or stated.recompute_layers is not None:
+        return leanest
+    longest = max(layout.layers_per_stage)
+    too_few, enough = 0, longest
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        fits = limits.hold(costs.memory(replace(layout, recompute_layers=middle)))
+        too_few, enough = (too_few, middle) if fits else (middle, enough)
+    return leanest if enough == longest else replace(layout, recompute_layers=enough)
+
+
+def _leanest(layout: Layout, stated: StatedSplit) -> Layout:
+    """Return the layout with every layer recomputed, where any is."""
+    layers = stated.recompute_layers if layout.recompute is Recompute.FULL else None
+    return replace(layout, recompute_layers=layers or 0)
+
+
+def _solved(
+    costs: Costs, layout: Layout, limits: Limits, cutoff: float, stated: StatedSplit
+) -> Outcome:
+    """Let CP-SAT name splits by ascending bound until the best exact value is proved."""
+    from planner.cp_sat import solve  # noqa: PLC0415 - half a second that other searches save
+
+    scored = costs.stage_problem(layout, limits.device)
+    problem = scored.problem
+    if stated.recompute_layers is not None and problem.most_recomputed:
+        layers = stated.recompute_layers
+        problem = replace(problem, least_recomputed=layers, most_recomputed=layers)
+    best, seconds, bound = None, inf, inf
+    known: list[tuple[tuple[int, ...], int]] = []
+    for _ in range(MOST_ANSWERS):
+        interesting = scored.score(min(cutoff, seconds))
+        answer = solve(replace(problem, cutoff=interesting, excluded=tuple(known)))
+        bound = min(scored.seconds(answer.bound), seconds)
+        if not answer.layers_per_stage or bound >= min(cutoff, seconds):
+            break
+        known.append((answer.layers_per_stage, answer.recomputed))
+        candidate = _as_layout(layout, answer.layers_per_stage, answer.recomputed)
+        if not limits.hold(costs.memory(candidate)):
+            continue
+        exact = costs.seconds(candidate)
+        if exact < seconds:
+            best, seconds = candidate, exact
+    else:
+        bound = min(bound, seconds)
+    closest = best or _leanest(layout, stated)
+    return Outcome(layout=best, seconds=seconds, closest=closest, bound=bound, num_exact=len(known))
+
+
+def _as_layout(layout: Layout, split: tuple[int, ...], recomputed: int) -> Layout:
+    """Return a layout with the solver's answer; recomputing all of every stage is the number 0."""
+    everything = recomputed >= max(split)
+    return replace(layout, layers_per_stage=split, recompute_layers=0 if everything else recomputed)
