@@ -57,10 +57,21 @@ class _BlockCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Local weights of a block: those on every data rank, and those summed over the tensor axis."""
+    """Local weights of a rank.
+
+    Attributes:
+        dense: All of them.
+        tensor_copies: Those whose gradients are summed over the tensor axis.
+        tied: Of a table that another pipeline rank holds too; gradients are summed with it.
+        gathered_twice: Of a table that embeds and makes logits on this rank; ZeRO-3 gathers it
+            (and what shares its bucket) for each.
+
+    """
 
     dense: int
     tensor_copies: int
+    tied: int
+    gathered_twice: int
 
 
 def count_rank(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) -> RankCounts:
@@ -210,19 +221,24 @@ def _state_bytes(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) 
             total["dp"] += shard * per_weight.gradient
         gathers = 2 * layout.num_micro_batches if layout.zero_stage == ZERO_3 else 1
         total["dp"] += weights.dense * per_weight.working * gathers
+        if layout.zero_stage == ZERO_3:
+            total["dp"] += weights.gathered_twice * per_weight.working * gathers
     cut = layout.zero_group if sharded else 1
     if layout.tensor_parallel > 1:
         total["tp"] += weights.tensor_copies // cut * per_weight.gradient
+    total["pp"] += weights.tied // cut * per_weight.gradient
     return total
 
 
 def _rank_weights(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) -> _Weights:
-    """Return the weights of a rank; copies over the tensor axis differ under sequence parallelism.
+    """Return the weights of a rank.
 
-    Norms then see other tokens on each rank, so their gradients are summed.
+    Copies over the tensor axis see other data under sequence parallelism (other tokens), norms of
+    single heads always (other heads), so their gradients are summed.
     """
     tp = layout.tensor_parallel
-    dense = copies = 0
+    dense = copies = tied = twice = 0
+    of_heads = 2 * model.head_dim if model.qk_norm == "per-head" else 0
     for stage in layout.stages_of_rank(rank):
         for kind in _layers_of_stage(model, layout, stage):
             weights = layer_parameters(model, kind)
@@ -230,15 +246,22 @@ def _rank_weights(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int)
             shared = weights.replicated_vectors + weights.latent_matrices + weights.router
             key_value = weights.key_value_matrices // min(tp, model.num_kv_heads)
             dense += (cut + weights.sharded_vectors) // tp + key_value + shared
-            copies += shared
+            copies += shared if layout.sequence_parallel else of_heads
     rows = padded_rows(model, job.target, tp) // tp
     stages = layout.stages_of_rank(rank)
-    if 0 in stages:
-        dense += rows * model.hidden_size + model.num_position_embeddings * model.hidden_size
-    if layout.num_stages - 1 in stages:
-        tied = model.tied_embeddings
-        norm = head_parameters(model) - (0 if tied else model.vocab_size * model.hidden_size)
-        own = 0 if tied and 0 in stages else rows * model.hidden_size
-        dense += own + norm
-        copies += norm
-    return _Weights(dense=dense, tensor_copies=copies if layout.sequence_parallel else 0)
+    first, last = 0 in stages, layout.num_stages - 1 in stages
+    table = rows * model.hidden_size
+    positions = model.num_position_embeddings * model.hidden_size
+    if first:
+        dense += table + positions
+        copies += positions if layout.sequence_parallel else 0
+    if last:
+        head = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+        norm = head_parameters(model) - head
+        dense += norm + (0 if model.tied_embeddings and first else table)
+        copies += norm if layout.sequence_parallel else 0
+    if model.tied_embeddings and first != last:
+        tied = table
+    elif model.tied_embeddings and first:
+        twice = table + (positions if tp == 1 else 0)  # cut tables have buckets of their own
+    return _Weights(dense=dense, tensor_copies=copies, tied=tied, gathered_twice=twice)
