@@ -159,6 +159,23 @@ def _norm(sharder: Sharder, node: Node) -> Placement:
     return at
 
 
+def _experts(sharder: Sharder, node: Node) -> Placement:
+    """Route tokens that no other rank has: those of the stream, or this rank's part of them."""
+    if sharder.size == 1:
+        return _whole(sharder, node)
+    x, router = node.args[0], node.args[1]
+    assert isinstance(x, Node)
+    assert isinstance(router, Node)
+    node.replace_input_with(x, sharder.to_sharded(x, SEQUENCE_DIM, node))
+    sharder.note_gradient(router, is_partial=True)
+    answers = sharder.call(node.target, node.args, node, Sharded(SEQUENCE_DIM))  # type: ignore[arg-type]
+    if not sharder.sequence_parallel:
+        answers = sharder.to_replicated(answers, node, uses_differ=False)
+    node.replace_all_uses_with(answers)
+    sharder.graph.erase_node(node)
+    return sharder.placement(answers)
+
+
 # Attention.
 
 
@@ -351,6 +368,7 @@ _RULES: dict[object, Rule] = {
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
     _aten.chunk.default: _split,
+    torch.ops.meshwright.experts.default: _experts,
     operator.getitem: _same_as_input,
     _aten.to.dtype: _same_as_input,
     _aten.contiguous.default: _same_as_input,

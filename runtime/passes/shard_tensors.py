@@ -43,11 +43,18 @@ def shard_tensors(graph: GraphModule, context: LoweringContext) -> GraphModule:
 
 def every_value_has_a_placement(graph: GraphModule, context: LoweringContext) -> None:
     """Every tensor says how it lies on the tensor axis, and parameters have their local shape."""
-    count = context.layout.tensor_parallel
+    layout = context.layout
+    sizes = {
+        None: 1,
+        "tp": layout.tensor_parallel,
+        "etp": layout.expert_tensor_parallel,
+        "ep": layout.expert_parallel,
+    }
     for node in all_nodes(graph):
         if isinstance(node.meta.get("val"), Tensor) and node.op != "output":
             assert "placement" in node.meta, f"{node.name} has no placement"
         shard = node.meta.get("shard")
         if shard is not None:
             local = tuple(node.meta["local"].shape)
-            assert local == shard.local_shape(count), f"{shard.name} is {local}"
+            whole = shard.local_shape(sizes[shard.axis], sizes[shard.block_axis])
+            assert local == whole, f"{shard.name} is {local}, not {whole}"

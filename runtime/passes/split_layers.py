@@ -119,6 +119,7 @@ class _Top:
         self.values: dict[Node, Node] = {}
         self.hidden: Node | None = None
         self.hidden_source: Node | None = None
+        self.passed: set[Node] = set()  # hidden states of earlier units
         for node in source.graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self.graph.node_copy(node)
@@ -149,6 +150,8 @@ class _Top:
         call = self._call(f"units.{unit}", part, inputs, f"Unit{unit}")
         call.meta["val"] = crossing[0].meta["val"]
         call.meta["placement"] = crossing[0].meta["placement"]
+        if self.hidden_source is not None:
+            self.passed.add(self.hidden_source)
         self.hidden, self.hidden_source = call, crossing[0]
         self.values[crossing[0]] = call
 
@@ -182,9 +185,13 @@ class _Top:
         for node in self.source.graph.nodes:
             if node in inside or (node in outside and node.op == "get_attr"):
                 copies[node] = part.node_copy(node, lambda old: copies[old])
-        missing = [node.name for node in outside if node not in copies]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} would have to skip a layer to reach {nodes[0]}")
+        skipping = [n for n in outside if n not in copies or n in self.passed]
+        if skipping:
+            names = ", ".join(sorted(node.name for node in skipping))
+            raise ValueError(
+                f"{names} would have to skip a layer to reach {nodes[0].name}; "
+                "a pipeline sends a value to the next stage only"
+            )
         return part, inputs, copies
 
     def _call(self, name: str, part: fx.Graph, inputs: list[Node], class_name: str) -> Node:
