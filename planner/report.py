@@ -15,6 +15,8 @@ from costmodels.units import GIB, TFLOP
 from planner.contract import parts_gib
 from planner.judge import Judgement
 
+MILLION, BILLION = 10**6, 10**9
+
 VERDICT_WORDS = {
     "fits": "fits",
     "at_risk": "at risk",
@@ -62,15 +64,20 @@ def recompute_words(layout: Layout) -> str:
 
 def heading(model: ModelSpec, job: TrainingJob, cluster: Cluster) -> str:
     """Return the line that says what is asked."""
-    total, active = num_parameters(model), num_active_parameters(model)
-    size = f"{total / 1e9:.2f} B parameters"
-    if active != total:
-        size += f" ({active / 1e9:.2f} B active)"
     return (
-        f"{model.name}, {size}, on {cluster.num_gpus} x {cluster.profile.name}; "
+        f"{model.name}, {size_words(model)} parameters, on {cluster.num_gpus} x {cluster.profile.name}; "
         f"{job.global_batch_size} sequences of {job.seq_len} tokens per step, "
         f"{job.precision}, {job.optimizer}, target {job.target}"
     )
+
+
+def size_words(model: ModelSpec) -> str:
+    """Return how many parameters a model has: "70.55 B", "46.70 B (12.88 B active)", "0.9 M"."""
+    total, active = num_parameters(model), num_active_parameters(model)
+    if total < BILLION / 10:
+        return f"{total / MILLION:.1f} M"
+    size = f"{total / BILLION:.2f} B"
+    return size if active == total else f"{size} ({active / BILLION:.2f} B active)"
 
 
 def judgement_text(
