@@ -61,8 +61,8 @@ class Measurement:
 class Recorder:
     """Writes a run's measurements; used by one rank."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        """Begin a new record in a folder.
+    def __init__(self, folder: Path, plan: Plan, *, resumed: bool = False) -> None:
+        """Begin a new record in a folder, or go on with the one that stands there.
 
         Raises:
             ValueError: The folder cannot be written.
@@ -73,8 +73,9 @@ class Recorder:
         self._seconds: list[float] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / FINISHED).unlink(missing_ok=True)
-            self._file = (folder / UNFINISHED).open("w", encoding="utf-8")
+            if (folder / FINISHED).exists():
+                (folder / FINISHED).replace(folder / UNFINISHED)
+            self._file = (folder / UNFINISHED).open("a" if resumed else "w", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"cannot write {folder}: {error.strerror or error}") from error
 

@@ -61,7 +61,10 @@ class Trainer:
         self.optimizer = ShardedOptimizer(self._states, self._settings)
         if options.resume is not None:
             self.step = load_checkpoint(options.resume, self._mesh, self._states, self.optimizer)
-        self._recorder = Recorder(options.output, plan) if world.rank == 0 else None
+        resumed = options.resume is not None
+        self._recorder = (
+            Recorder(options.output, plan, resumed=resumed) if world.rank == 0 else None
+        )
         self._stop = False
         self._start = time.perf_counter()
         if world.rank == 0:
