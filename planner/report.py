@@ -65,7 +65,8 @@ def recompute_words(layout: Layout) -> str:
 def heading(model: ModelSpec, job: TrainingJob, cluster: Cluster) -> str:
     """Return the line that says what is asked."""
     return (
-        f"{model.name}, {size_words(model)} parameters, on {cluster.num_gpus} x {cluster.profile.name}; "
+        f"{model.name}, {size_words(model)} parameters, on "
+        f"{cluster.num_gpus} x {cluster.profile.name}; "
         f"{job.global_batch_size} sequences of {job.seq_len} tokens per step, "
         f"{job.precision}, {job.optimizer}, target {job.target}"
     )
