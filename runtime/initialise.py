@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.program import Initialiser, ParameterShard
 
 STANDARD_DEVIATION = 0.02
-BRANCH_ENDS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
+BRANCH_ENDS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
 
 
 def normal_initialiser(seed: int, num_layers: int, device: torch.device) -> Initialiser:

@@ -8,6 +8,7 @@ grid there are groups that follow from them:
     zero_replicas  ranks of dp_cp that hold the same piece of a state (HSDP)
     ends           the two pipeline ranks that hold the first and the last stage (tied embeddings)
     etp, ep, edp   expert axes folded over data x context x tensor of one stage, etp fastest
+    expert_zero, expert_zero_replicas   what `zero` is to dp_cp, of the ranks of edp
     world          everybody
 
 Only this module and `collectives` use process groups; torch's names for them end here.
@@ -27,7 +28,17 @@ from torch.distributed.rendezvous import rendezvous
 from costmodels.layout import AXES, Layout
 
 EXPERT_AXES = ("etp", "ep", "edp")
-GROUP_AXES = (*AXES, "dp_cp", "zero", "zero_replicas", "ends", *EXPERT_AXES, "world")
+EXPERT_STATE_AXES = ("expert_zero", "expert_zero_replicas")
+GROUP_AXES = (
+    *AXES,
+    "dp_cp",
+    "zero",
+    "zero_replicas",
+    "ends",
+    *EXPERT_AXES,
+    *EXPERT_STATE_AXES,
+    "world",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +143,16 @@ def members(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     if axis == "dp_cp":
         return peers
     size = layout.zero_group
+    if axis in EXPERT_STATE_AXES:
+        peers, size = _expert_members(layout, rank, "edp"), expert_zero_group(layout)
     block, offset = divmod(peers.index(rank), size)
-    return peers[block * size :][:size] if axis == "zero" else peers[offset::size]
+    return peers[offset::size] if axis.endswith("replicas") else peers[block * size :][:size]
+
+
+def expert_zero_group(layout: Layout) -> int:
+    """Return how many ranks cut a state of experts: those of a ZeRO group that share experts."""
+    experts = layout.expert_parallel * layout.expert_tensor_parallel
+    return max(layout.zero_group * layout.tensor_parallel // experts, 1)
 
 
 def partition(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -200,6 +219,12 @@ class World:
         """Return a connection of its own to the job's store, for another thread."""
         clone = getattr(self.store, "clone")  # noqa: B009  (missing in torch's annotations)
         return cast("Store", clone())
+
+    def host_group(self) -> Group:
+        """Return a new group of all ranks over the host, for one thread's use; all ranks call."""
+        ranks = tuple(range(self.size))
+        handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+        return Group(axis="world", ranks=ranks, index=self.rank, backend="gloo", handle=handle)
 
     def mesh(self, layout: Layout) -> Mesh:
         """Return this rank's place in a layout, creating the groups that are missing.

@@ -15,7 +15,7 @@ from unit to unit.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -44,6 +44,7 @@ class ParameterShard:
         axis: The mesh axis that cuts it, None for a copy.
         num_segments: Equal parts along `dim` that are cut one by one, so that a fused
             projection of queries, keys and values keeps a share of each (GPT-2: 3).
+        block_axis: The mesh axis that cuts dim 0 besides, into equal blocks: experts over "ep".
         padded_size: Size of `dim` after padding to a multiple of the axis, 0 where nothing is cut.
             Padding rows are zero and have no gradient.
         gradient_sum_axes: Axes over which the gradients of equal copies must be added, besides
@@ -58,19 +59,33 @@ class ParameterShard:
     dim: int | None = None
     axis: str | None = None
     num_segments: int = 1
+    block_axis: str | None = None
     padded_size: int = 0
     gradient_sum_axes: tuple[str, ...] = ()
     tied_stages: tuple[int, ...] = ()
 
-    def local_shape(self, count: int) -> tuple[int, ...]:
-        """Return the shape of one of `count` pieces."""
+    def local_shape(self, count: int, num_blocks: int = 1) -> tuple[int, ...]:
+        """Return the shape of one of `count` pieces of one of `num_blocks` blocks."""
         if self.dim is None:
             return self.global_shape
-        size = self.padded_size // count
-        return (*self.global_shape[: self.dim], size, *self.global_shape[self.dim + 1 :])
+        shape = [*self.global_shape]
+        shape[self.dim] = self.padded_size // count
+        shape[0] //= num_blocks
+        return tuple(shape)
+
+    def of_rank(self, full: Tensor, mesh: Mesh) -> Tensor:
+        """Return a rank's piece of a whole parameter, contiguous."""
+        if self.block_axis is not None and tuple(full.shape) == self.global_shape:
+            size = self.global_shape[0] // mesh.size(self.block_axis)
+            block = full.narrow(0, mesh.coordinate(self.block_axis) * size, size)
+            shard = replace(self, global_shape=tuple(block.shape), block_axis=None)
+            return shard.of_rank(block, mesh)
+        if self.axis is None:
+            return self.cut(full, 0, 1)
+        return self.cut(full, mesh.coordinate(self.axis), mesh.size(self.axis))
 
     def cut(self, full: Tensor, index: int, count: int) -> Tensor:
-        """Return piece `index` of `count` of a whole parameter, contiguous.
+        """Return piece `index` of `count` of a whole parameter (or block), contiguous.
 
         Raises:
             ValueError: The tensor has another shape than the parameter.
@@ -263,7 +278,4 @@ def materialise(
 
 def _piece(stage: StageModule, name: str, initialise: Initialiser) -> Tensor:
     shard = stage.shard(name)
-    full = initialise(shard).detach()
-    if shard.axis is None:
-        return shard.cut(full, 0, 1).clone()
-    return shard.cut(full, stage.mesh.coordinate(shard.axis), stage.mesh.size(shard.axis))
+    return shard.of_rank(initialise(shard).detach(), stage.mesh).clone()

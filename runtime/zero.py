@@ -22,6 +22,10 @@ from runtime.program import ParameterShard, Program, StageModule
 # Chosen; DDP's default is 25 MiB.
 BUCKET_BYTES = 32 * MIB
 
+# Ranks that share gradients, cut a state and own the same piece of it; experts have fewer copies.
+DENSE_AXES = ("dp_cp", "zero", "zero_replicas")
+EXPERT_AXES = ("edp", "expert_zero", "expert_zero_replicas")
+
 Named = tuple[ParameterShard, nn.Parameter]
 
 
@@ -113,7 +117,8 @@ class StageStates:
         self, stage: StageModule, mesh: Mesh, precisions: Precisions, bucket_bytes: int
     ) -> None:
         """Pack the stage's parameters."""
-        per_unit = mesh.layout.zero_stage == 3 and mesh.size("zero") > 1  # noqa: PLR2004
+        ways = max(mesh.size("zero"), mesh.size("expert_zero"))
+        per_unit = mesh.layout.zero_stage == 3 and ways > 1  # noqa: PLR2004
         limit = 0 if per_unit else bucket_bytes
         self.buckets = tuple(
             Bucket(
@@ -171,9 +176,12 @@ class StageStates:
         self._next -= 1
 
     def _gather_units(self, stage: StageModule) -> Gathering:
-        holder = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+        # Experts may be cut where dense weights are not, and the other way round.
+        cut = [bucket for bucket in self.buckets if bucket.sharing.cuts("weights")]
+        holder = {id(p): bucket for bucket in cut for p in bucket.parameters}
         of_units = [
-            tuple(dict.fromkeys(holder[id(p)] for p in unit.parameters())) for unit in stage.units
+            tuple(dict.fromkeys(holder[id(p)] for p in unit.parameters() if id(p) in holder))
+            for unit in stage.units
         ]
         return Gathering(list(stage.units), of_units)
 
@@ -193,7 +201,8 @@ def _runs(units: Iterable[Sequence[Named]], limit: int) -> list[list[Named]]:
     opened: dict[tuple[object, ...], list[Named]] = {}
     for unit in units:
         for shard, parameter in unit:
-            key = (shard.axis, shard.gradient_sum_axes, shard.tied_stages, parameter.dtype)
+            sums = (shard.gradient_sum_axes, shard.tied_stages)
+            key = (shard.axis, shard.block_axis, *sums, parameter.dtype)
             opened.setdefault(key, []).append((shard, parameter))
         full = [key for key, run in opened.items() if _num_bytes(run) >= limit]
         closed.extend(opened.pop(key) for key in full)
@@ -208,16 +217,18 @@ def _sharing(shard: ParameterShard, stage: StageModule, mesh: Mesh) -> Sharing:
     copies = [mesh.group(axis) for axis in shard.gradient_sum_axes]
     if shard.tied_stages:
         copies.append(mesh.group("ends"))
-    data, zero_stage = mesh.group("dp_cp"), mesh.layout.zero_stage
-    cuts = zero_stage > 0 and mesh.size("zero") > 1
-    is_first_copy = mesh.coordinate("zero_replicas") == 0 if cuts else data.index == 0
+    axes = DENSE_AXES if shard.block_axis is None else EXPERT_AXES
+    data, zero, replicas = (mesh.group(axis) for axis in axes)
+    zero_stage = mesh.layout.zero_stage
+    cuts = zero_stage > 0 and zero.size > 1
+    is_first_copy = (replicas if cuts else data).index == 0
     is_cut = shard.axis is not None or mesh.coordinate("tp") == 0
     is_owner = not shard.tied_stages or stage.index == min(shard.tied_stages)
     return Sharing(
         zero_stage=zero_stage,
         data=data,
-        zero=mesh.group("zero"),
-        replicas=mesh.group("zero_replicas"),
+        zero=zero,
+        replicas=replicas,
         copies=tuple(copies),
         is_counted=is_first_copy and is_cut and is_owner,
         is_owner=is_owner,

@@ -34,11 +34,7 @@ def weight_errors(states, mesh, reference):
 
 def piece_of(segment, whole, mesh):
     """Cut from a whole tensor what a segment holds of it."""
-    shard = segment.shard
-    index, count = 0, 1
-    if shard.axis is not None:
-        index, count = mesh.coordinate(shard.axis), mesh.size(shard.axis)
-    return shard.cut(whole, index, count).reshape(-1)[segment.start : segment.stop]
+    return segment.shard.of_rank(whole, mesh).reshape(-1)[segment.start : segment.stop]
 
 
 def worst(errors):
