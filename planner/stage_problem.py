@@ -15,7 +15,7 @@ KiB, rounded in favour of fitting; the exact models judge every split that comes
 """
 
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, isinf
 
 from costmodels.bounds import around_pipeline
 from costmodels.estimate import stage_costs
@@ -96,8 +96,10 @@ class ScoredProblem:
         """Return the step that no split of this score goes below."""
         return (score / NANOSECONDS + self.once) * self.stretch
 
-    def score(self, seconds: float) -> int:
-        """Return the largest score whose step may be at most this."""
+    def score(self, seconds: float) -> int | None:
+        """Return the largest score whose step may be at most this, None where any may be."""
+        if isinf(seconds):
+            return None
         return max(0, floor((seconds / self.stretch - self.once) * NANOSECONDS))
 
 
