@@ -20,6 +20,8 @@ from costmodels.schedule import PipelineSums, makespan_lower_bound
 
 Values = NDArray[np.float64]
 
+_FEW_SPARE = 6  # places to spare that are tried one by one
+
 _INTERLEAVED = SCHEDULES.index(Schedule.INTERLEAVED)
 _V_SHAPED = [SCHEDULES.index(schedule) for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)]
 
@@ -110,6 +112,7 @@ def pipeline_sums(
             [
                 fullest * least + again * redone(fullest, v),
                 limits.fullest * _main_kind(costs, counts) + again * redone(limits.fullest, v),
+                _levelled_work(costs, counts, table, limits.recomputed),
                 costs.head.total + ends * least + again * v * np.minimum(limits.recomputed, few),
             ]
         ),
@@ -153,3 +156,42 @@ def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int]) -> Values:
     main = with_experts > sum(counts.values()) - with_experts
     alike = [times.total for kind, times in costs.layers if kind.has_experts == main]
     return np.minimum.reduce(alike)
+
+
+def _levelled_work(
+    costs: LayoutCosts,
+    counts: dict[LayerKind, int],
+    table: LayoutTable,
+    recomputed: Values,
+) -> Values:
+    """Return the least seconds of the slowest rank when whole layers lie beside embedding and head.
+
+    Some rank holds n = ceil(layers / ranks) of them. If none holds more, there are d = n * ranks -
+    layers places to spare: i of them beside the head leave d - i beside the embedding. Known for
+    one stage per rank; with several, nothing is said (0).
+    """
+    layer, again = _main_kind(costs, counts), _again(costs, table)
+    num_layers = max(
+        sum(n for kind, n in counts.items() if kind.has_experts == has) for has in (True, False)
+    )
+    p = table.pipeline_parallel
+    most = np.ceil(num_layers / p)
+    spare = most * p - num_layers
+
+    def seconds(held: Values) -> Values:
+        held = np.maximum(held, 0.0)
+        work: Values = held * layer + np.minimum(recomputed, held) * again
+        return work
+
+    def beside(of_head: Values, of_embedding: Values) -> Values:
+        head = seconds(most - of_head) + costs.head.total
+        embedding = seconds(most - of_embedding) + costs.embedding.total
+        return np.maximum.reduce([seconds(most), head, embedding])
+
+    least = seconds(most + 1)
+    for i in range(_FEW_SPARE + 1):
+        given = np.minimum(float(i), spare)
+        least = np.minimum(least, beside(given, spare - given))
+    # With more places to spare than were tried, both ends may take all of them.
+    least = np.where(spare > _FEW_SPARE, np.minimum(least, beside(spare, spare)), least)
+    return np.where((table.stages_per_rank == 1) & (p > 1), least, 0.0)
