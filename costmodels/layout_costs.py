@@ -26,7 +26,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.overlap import overlap_of
+from costmodels.overlap import overlap_of, scatters_hops
 from costmodels.placement import Placement, Tiers, place
 from costmodels.rates import Rates, rates_of
 from costmodels.shard import shards_of
@@ -251,11 +251,20 @@ def _block_times(
 def _hop_seconds(
     model: ModelSpec, job: TrainingJob, table: LayoutTable, placement: Placement, rates: Rates
 ) -> Seconds:
-    """Return the seconds of sending one micro-batch's activations to the next rank."""
+    """Return the seconds of sending one micro-batch's activations to the next rank.
+
+    Where every tensor-parallel rank holds all of them, frameworks send a part from each and gather
+    the parts on the other side (Narayanan et al., arXiv:2104.04473, section 4.1).
+    """
     shard = shards_of(table, job)
-    payload = HALF * shard.outer_tokens * model.hidden_size
+    whole = HALF * shard.outer_tokens * model.hidden_size
     pair: Tiers = placement.hop
-    seconds = np.asarray(collective_seconds("ring", payload, pair, rates))
+    seconds = np.asarray(collective_seconds("ring", whole, pair, rates))
+    if scatters_hops(job):
+        part = HALF * shard.tokens * model.hidden_size / table.tensor_parallel
+        gather = collective_seconds("all_gather", whole, placement.tensor, rates)
+        whole_again = np.where(table.sequence_parallel == 1, 0.0, gather)
+        seconds = np.asarray(collective_seconds("ring", part, pair, rates)) + whole_again
     return np.where(table.pipeline_parallel > 1, seconds, 0.0)
 
 

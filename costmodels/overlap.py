@@ -75,3 +75,12 @@ def sends_hold_rank(job: TrainingJob, schedule: Schedule) -> bool:
         and schedule is Schedule.INTERLEAVED
         and job.switches.overlap_grad_reduce
     )
+
+
+def scatters_hops(job: TrainingJob) -> bool:
+    """Return whether tensor-parallel ranks share the work of handing activations on.
+
+    Megatron-LM (scatter-gather), DeepSpeed (partitioned pipe) do so; our runtime and torch's
+    pipelining send what each rank holds.
+    """
+    return job.target in (Target.MEGATRON, Target.DEEPSPEED)

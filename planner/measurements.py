@@ -182,7 +182,7 @@ def _switches(row: Row, tags: frozenset[str]) -> Switches:
 def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> tuple[Layout, ...]:
     data_parallel, tensor_parallel = integer(row, "dp"), integer(row, "tp")
     pipeline_parallel, context_parallel = integer(row, "pp"), integer(row, "cp")
-    stages_per_rank = integer(row, "vpp", 1) if pipeline_parallel > 1 else 1
+    counts = _stages_per_rank(row, model, job, pipeline_parallel, notes)
     shards = data_parallel * context_parallel
     zero_stage, zero_group = _zero(row, shards, notes)
     base = Layout(
@@ -194,13 +194,25 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
         expert_tensor_parallel=integer(row, "etp", 1),
         zero_stage=zero_stage,
         zero_group=zero_group,
-        stages_per_rank=stages_per_rank,
-        schedule=_schedule(row, stages_per_rank),
+        stages_per_rank=counts[0],
+        schedule=_schedule(row, counts[0]),
         sequence_parallel=tensor_parallel > 1 and row["sp"] != "0",
-        layers_per_stage=_stages(row, model, pipeline_parallel * stages_per_rank),
+        layers_per_stage=_stages(row, model, pipeline_parallel * counts[0]),
         recompute_modules=tuple(row["recompute_modules"].split()),
     )
-    readings = _recompute_readings(row, model, base, notes)
+    splits = [
+        replace(
+            base,
+            stages_per_rank=count,
+            schedule=_schedule(row, count),
+            layers_per_stage=_stages(row, model, pipeline_parallel * count),
+        )
+        for count in counts
+    ]
+    readings = [one for split in splits for one in _recompute_readings(row, model, split)]
+    if not row["recompute"]:
+        readings.sort(key=lambda one: tuple(Recompute).index(one.recompute))
+        notes.append("recompute not stated: the least that fits")
     per_replica, rest = divmod(job.global_batch_size, data_parallel)
     if rest:
         raise UnsupportedRowError(
@@ -222,9 +234,29 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
     )
 
 
-def _recompute_readings(
-    row: Row, model: ModelSpec, base: Layout, notes: list[str]
-) -> tuple[Layout, ...]:
+def _stages_per_rank(
+    row: Row, model: ModelSpec, job: TrainingJob, pipeline_parallel: int, notes: list[str]
+) -> tuple[int, ...]:
+    """Return how many stages a rank may hold: as stated, or what divides its layers.
+
+    Megatron runs that state no schedule are tuned ones, which interleave where it pays.
+    """
+    if pipeline_parallel == 1:
+        return (1,)
+    stated = row["schedule"].lower()
+    if row["vpp"] or stated not in ("", "interleaved-1f1b"):
+        return (integer(row, "vpp", 1),)
+    if not stated and job.target is not Target.MEGATRON:
+        return (1,)
+    layers, rest = divmod(model.num_layers, pipeline_parallel)
+    several = tuple(v for v in range(2, layers + 1) if layers % v == 0 and not rest)
+    if not stated:
+        several = (1, *several)
+    notes.append("stages per rank not stated: the fastest")
+    return several or (1,)
+
+
+def _recompute_readings(row: Row, model: ModelSpec, base: Layout) -> tuple[Layout, ...]:
     """Return what a row may mean by its recomputation, least first.
 
     Where it says nothing: none; modules (those of Megatron's own recipes where there are experts or
@@ -232,7 +264,6 @@ def _recompute_readings(
     """
     if row["recompute"]:
         return (replace(base, recompute=Recompute(row["recompute"])),)
-    notes.append("recompute not stated: the least that fits")
     modules = [base.recompute_modules]
     if model.moe is not None or model.latent_attention is not None:
         modules.append(CHEAP_MODULES)
