@@ -1,4 +1,4 @@
-"""`planner verify`: dry-run every rank role of a plan and compare it with its estimate."""
+"""`planner verify`: dry-run every rank role of a plan and compare it with the plan's estimate."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from planner.cli import NO_ANSWER
 
 if TYPE_CHECKING:
-    from runtime.verify import Pair, VerifyReport
+    from runtime.verify import RoleReport, VerifyReport
 
 EXAMPLE = "planner verify plan.json"
 
@@ -19,37 +19,48 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Verify the plan and print both sides of every figure; 1 where they differ."""
+    """Verify and print; 1 where any figure differs beyond its tolerance."""
+    from planner.cli.extras import runtime_module
+    from planner.emit.native import refuse_unsupported
     from planner.plan import read_plan
 
     plan = read_plan(arguments.plan)
-    try:
-        from runtime.verify import verify
-    except ModuleNotFoundError as error:
-        raise ValueError(f"planner verify needs {error.name}: pip install '.[runtime]'") from error
-    report = verify(plan)
-    print(json.dumps(report.to_json()) if arguments.json else _text(report))
+    refuse_unsupported(plan)
+    report: VerifyReport = runtime_module("runtime.verify", "verify").verify(plan)
+    if arguments.json:
+        print(json.dumps(report.to_json()))
+    else:
+        print("\n".join(_lines(report)))
     return 0 if report.agrees else NO_ANSWER
 
 
-def _text(report: "VerifyReport") -> str:
-    from costmodels.units import GIB, TFLOP
-    from runtime.verify import PEAK_TOLERANCE, format_ranks
-
-    lines = [f"{'ranks':<16} {'figure':<12} {'graph':>14} {'estimate':>14}"]
+def _lines(report: "VerifyReport") -> list[str]:
+    lines = [f"warning: {warning}" for warning in report.warnings]
     for role in report.roles:
-        ranks = format_ranks(role.ranks)
-        figures = [
-            ("TFLOP", role.flops, TFLOP, 0.0),
-            *((f"{axis} GiB", pair, GIB, 0.0) for axis, pair in role.num_bytes),
-            ("peak GiB", role.live_peak, GIB, PEAK_TOLERANCE),
-        ]
-        lines += [_line(ranks, *figure) for figure in figures]
-    lines += [f"warning: {warning}" for warning in report.warnings]
-    lines += report.disagreements or ["collectives agree across ranks"]
-    return "\n".join(lines)
+        lines.append(f"ranks {role.ranks[0]}-{role.ranks[-1]}: {_verdict(role.agrees)}")
+        lines += _role_lines(role)
+    lines += [f"collectives disagree: {words}" for words in report.disagreements]
+    if not report.disagreements:
+        lines.append("collectives agree: every group calls the same in the same order")
+    return lines
 
 
-def _line(ranks: str, name: str, pair: "Pair", unit: float, tolerance: float) -> str:
-    mark = "" if pair.agrees(tolerance) else "  differs"
-    return f"{ranks:<16} {name:<12} {pair.graph / unit:>14.4f} {pair.estimate / unit:>14.4f}{mark}"
+def _role_lines(role: "RoleReport") -> list[str]:
+    from costmodels.units import GIB
+
+    rows = [("FLOPs", role.flops.graph, role.flops.estimate)]
+    rows += [(f"bytes {axis}", pair.graph, pair.estimate) for axis, pair in role.num_bytes]
+    lines = [
+        f"  {name:<12} {graph:>24,.0f} in the graph, {estimate:>24,.0f} estimated"
+        for name, graph, estimate in rows
+    ]
+    peak = role.live_peak
+    lines.append(
+        f"  {'live peak':<12} {peak.graph / GIB:>20.2f} GiB in the graph, "
+        f"{peak.estimate / GIB:>20.2f} GiB estimated"
+    )
+    return lines
+
+
+def _verdict(agrees: bool) -> str:
+    return "graph and estimate agree" if agrees else "graph and estimate DIFFER"
