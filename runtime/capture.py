@@ -14,6 +14,7 @@ path of the module that made it.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,39 @@ import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from runtime.program import BATCH_FIELDS, IGNORED_LABEL
 
 _PREFIX = "network."
 # Distinct primes, so that no dim of an example is mistaken for another.
 _EXAMPLE_SHAPE = (3, 7)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Sends `torch.empty` to the meta device and leaves all else alone."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (whatever the function returns)
+        del types
+        named = dict(kwargs or {})
+        if func is torch.empty:
+            named["device"] = "meta"
+        return func(*args, **named)
+
+
+def weights_on_meta() -> TorchFunctionMode:
+    """Return a context in which modules are built without memory for their weights.
+
+    Layers allocate weights with `torch.empty`, which takes the meta device here; constants that
+    modules compute (rotary frequencies) keep their values, unlike under `torch.device("meta")`.
+    """
+    return _EmptyOnMeta()
 
 
 class _SummedLoss(nn.Module):
@@ -64,8 +92,8 @@ def capture(model: nn.Module, *, dtype: torch.dtype | None = None) -> GraphModul
     for name, buffer in buffers.items():
         if buffer.is_meta:
             raise ValueError(
-                f"buffer {name} lies on the meta device and has no values; build the model with "
-                "its buffers on the CPU (only parameters may be on meta)"
+                f"buffer {name} lies on the meta device and has no values; build the model under "
+                "`runtime.capture.weights_on_meta()`, which leaves buffers on the CPU"
             )
     _to_meta(model, dtype)
     exported = _export(model)

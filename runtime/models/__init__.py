@@ -72,6 +72,7 @@ def _unsupported(spec: ModelSpec, seq_len: int) -> dict[str, bool]:
     return {
         "biases of experts or routers": spec.moe is not None
         and (spec.moe.expert_bias or spec.moe.router_bias),
+        "experts beside learned positions": spec.moe is not None and positions > 0,
         "parallel blocks": spec.parallel_block,
         f"{spec.norms_per_layer} norms per layer": spec.norms_per_layer != _NORMS_PER_LAYER,
         "a norm after the embedding": spec.embedding_norm,

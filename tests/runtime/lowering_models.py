@@ -66,14 +66,14 @@ def job(**changes):
     return TrainingJob(**{**facts, **changes})
 
 
-def weights(model, seed=0):
+def weights(model, seed=0, scale=0.2):
     """Return random values by name: biases are not zero, norms are not one, ties are one."""
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         is_norm = parameter.dim() == 1 and name.endswith("weight")
-        values[name] = 1 + 0.3 * draw if is_norm else 0.2 * draw
+        values[name] = 1 + 0.3 * draw if is_norm else scale * draw
     return values
 
 
