@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx import GraphModule
 
 from costmodels.schedule.action import Action, ActionKind
 from runtime import collectives
 from runtime.mesh import Mesh
 from runtime.pending import Done, Pending
 from runtime.program import IGNORED_LABEL, Batch, Program
+from runtime.split_backward import Key, WeightGradients, split_linears
 from runtime.zero import ShardedStates
-
-Key = tuple[int, int]  # stage, micro-batch
 
 BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # those that complete weights
 MOST_STAGES = 4096  # chosen: keeps message tags apart, far above any pipeline
@@ -58,9 +58,16 @@ class Executor:
         weights = next(program.stages[0].parameters())
         self._loss_dtype = torch.promote_types(weights.dtype, torch.float32)
         self._last_backward = _last_backwards(program.actions)
+        self._put_off = WeightGradients()
+        if any(action.kind is ActionKind.BACKWARD_INPUT for action in program.actions):
+            for unit in (unit for stage in program.stages for unit in stage.units):
+                assert isinstance(unit, GraphModule)
+                split_linears(unit, self._put_off)
         self._do = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
             ActionKind.SEND_FORWARD: self._send_forward,
             ActionKind.RECV_FORWARD: self._receive_forward,
             ActionKind.SEND_BACKWARD: self._send_backward,
@@ -117,11 +124,29 @@ class Executor:
             self._outputs[key] = output.detach().contiguous()
 
     def _backward(self, key: Key) -> None:
+        self._states.begin_backward(key[0], is_final=self._is_last_backward(key))
+        self._differentiate(key)
+        self._states.end_backward(key[0])
+
+    def _backward_input(self, key: Key) -> None:
+        self._states.begin_backward(key[0], is_whole=False)
+        with self._put_off.deferring(key):
+            self._differentiate(key)
+        self._states.end_backward(key[0])
+
+    def _backward_weight(self, key: Key) -> None:
+        self._states.begin_backward(key[0], is_final=self._is_last_backward(key))
+        self._put_off.compute(key)
+        self._states.end_backward(key[0])
+
+    def _is_last_backward(self, key: Key) -> bool:
+        return self._last_backward[key[0]] == key[1]
+
+    def _differentiate(self, key: Key) -> None:
+        """Run autograd through a stage and pass the gradient of its input on."""
         running = self._running.pop(key)
         gradient = self._gradients.pop(key).wait()
-        self._states.begin_backward(key[0], is_final=self._last_backward[key[0]] == key[1])
         torch.autograd.backward([running.output], [gradient])
-        self._states.end_backward(key[0])
         if running.activation is None:
             return
         upstream, previous = running.activation.grad, (key[0] - 1, key[1])

@@ -67,9 +67,17 @@ class ShardedStates:
         """All buckets of the rank, in model order."""
         return tuple(b for stage in self._stages.values() for b in stage.buckets)
 
-    def begin_backward(self, stage: int, *, is_final: bool) -> None:
-        """Prepare a stage for a backward pass; the final one completes the step's gradients."""
-        self._stages[stage].begin_backward(is_final=is_final)
+    def begin_backward(self, stage: int, *, is_final: bool = False, is_whole: bool = True) -> None:
+        """Prepare a stage for a backward pass.
+
+        Args:
+            stage: Global index.
+            is_final: The pass completes the step's gradients of the stage.
+            is_whole: The pass completes those of its micro-batch; the first half of a split
+                backward does not, and nothing is reduced behind it.
+
+        """
+        self._stages[stage].begin_backward(is_final=is_final, is_whole=is_whole)
 
     def end_backward(self, stage: int) -> None:
         """Start what the backward pass has left to reduce, and free gathered weights."""
@@ -80,6 +88,16 @@ class ShardedStates:
         for stage in reversed(self._stages.values()):
             for bucket in reversed(stage.buckets):
                 bucket.finish_reduce()
+        self._sum_ties()
+
+    def _sum_ties(self) -> None:
+        """Add the gradients of a tied parameter whose two stages lie on this rank."""
+        tied = [bucket for bucket in self.buckets if _has_both_ends(bucket)]
+        for first, last in zip(tied[: len(tied) // 2], tied[len(tied) // 2 :], strict=True):
+            assert first.gradients is not None
+            assert last.gradients is not None
+            first.gradients.add_(last.gradients)
+            last.gradients.copy_(first.gradients)
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient; each element counts once."""
@@ -129,16 +147,18 @@ class StageStates:
             )
             for run in _runs(_new_parameters(stage), limit)
         )
-        self._reduces_always = any(b.sharing.cuts("gradients") for b in self.buckets)
+        self._cuts_gradients = any(b.sharing.cuts("gradients") for b in self.buckets)
         self._waiting: list[set[int]] = []
         self._next = -1
+        self._reduces = False
         self._is_final = False
         for bucket in range(len(self.buckets)):
             self._watch(bucket)
         self._gathering = self._gather_units(stage) if per_unit else None
 
-    def begin_backward(self, *, is_final: bool) -> None:
+    def begin_backward(self, *, is_final: bool, is_whole: bool) -> None:
         """Expect one gradient of every parameter."""
+        self._reduces = is_final or (is_whole and self._cuts_gradients)
         self._is_final = is_final
         self._waiting = [set(range(len(bucket.parameters))) for bucket in self.buckets]
         self._next = len(self.buckets) - 1
@@ -149,10 +169,11 @@ class StageStates:
         """Reduce the buckets that still wait for a gradient: a parameter may not have been used."""
         if self._gathering is not None:
             self._gathering.end_backward()
-        if self._reduces_always or self._is_final:
-            while self._next >= 0:
-                self._reduce_next()
-        if self._reduces_always:
+        if not self._reduces:
+            return
+        while self._next >= 0:
+            self._reduce_next()
+        if self._cuts_gradients:
             for bucket in self.buckets:
                 bucket.wait_reduce()
 
@@ -162,17 +183,21 @@ class StageStates:
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _collect(self, bucket: int, index: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:  # noqa: ARG001  (torch's signature)
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is None:  # autograd came by without one: it was put off
+                return
             self.buckets[bucket].collect(index)
             self._waiting[bucket].discard(index)
-            if self._reduces_always or self._is_final:
+            if self._reduces:
                 while self._next >= 0 and not self._waiting[self._next]:
                     self._reduce_next()
 
         return hook
 
     def _reduce_next(self) -> None:
-        self.buckets[self._next].start_reduce()
+        bucket = self.buckets[self._next]
+        if self._is_final or bucket.sharing.cuts("gradients"):  # others accumulate in place
+            bucket.start_reduce()
         self._next -= 1
 
     def _gather_units(self, stage: StageModule) -> Gathering:
@@ -207,6 +232,10 @@ def _runs(units: Iterable[Sequence[Named]], limit: int) -> list[list[Named]]:
         full = [key for key, run in opened.items() if _num_bytes(run) >= limit]
         closed.extend(opened.pop(key) for key in full)
     return closed + list(opened.values())
+
+
+def _has_both_ends(bucket: Bucket) -> bool:
+    return any(group.axis == "ends" and group.size == 1 for group in bucket.sharing.copies)
 
 
 def _num_bytes(run: Sequence[Named]) -> int:

@@ -26,6 +26,9 @@ NATIVE_RUNS = frozenset(
         Schedule.GPIPE.value,
         Schedule.ONE_F_ONE_B.value,
         Schedule.INTERLEAVED.value,
+        Schedule.ZERO_BUBBLE.value,
+        Schedule.ZBV.value,
+        Schedule.DUALPIPEV.value,
     }
 )
 

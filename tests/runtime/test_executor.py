@@ -89,6 +89,9 @@ LAYOUTS = {
         for recompute in (Recompute.NONE, Recompute.FULL)
     ]
     + [
+        layout(pipeline_parallel=2, schedule=Schedule.ZERO_BUBBLE),
+        layout(pipeline_parallel=2, stages_per_rank=2, schedule=Schedule.ZBV),
+        layout(pipeline_parallel=2, stages_per_rank=2, schedule=Schedule.DUALPIPEV),
         layout(pipeline_parallel=2, schedule=Schedule.GPIPE),
         layout(pipeline_parallel=2),
         layout(pipeline_parallel=2, stages_per_rank=2, schedule=Schedule.INTERLEAVED),
@@ -101,6 +104,18 @@ LAYOUTS = {
     + [layout(data_parallel=2, pipeline_parallel=2, zero_stage=stage) for stage in range(4)]
     + [
         layout(pipeline_parallel=4),
+        layout(pipeline_parallel=4, schedule=Schedule.ZERO_BUBBLE, recompute=Recompute.FULL),
+        *(
+            layout(
+                pipeline_parallel=2,
+                data_parallel=2,
+                stages_per_rank=2,
+                schedule=schedule,
+                zero_stage=stage,
+            )
+            for schedule in (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)
+            for stage in range(4)
+        ),
         layout(
             pipeline_parallel=2,
             data_parallel=2,

@@ -9,6 +9,7 @@ from costmodels.schedule.communication import with_communication
 from runtime.program import Boundary, ParameterShard, Program, StageModule, UnitSpec
 
 VOCAB, HIDDEN, SEQ = 11, 6, 5
+_LINEAR = torch.ops.aten.linear.default  # as lowered graphs call it
 
 
 class Embedding(nn.Module):
@@ -27,7 +28,8 @@ class Layer(nn.Module):
         self.index = str(index)
 
     def forward(self, hidden):
-        return hidden + torch.tanh(self.layers[self.index](hidden))
+        linear = self.layers[self.index]
+        return hidden + torch.tanh(_LINEAR(hidden, linear.weight, linear.bias))
 
 
 class Head(nn.Module):
@@ -40,7 +42,7 @@ class Head(nn.Module):
 
     def forward(self, hidden, labels):
         weight = self.head if hasattr(self, "head") else self.table
-        logits = (hidden @ weight.T).flatten(0, 1)
+        logits = _LINEAR(hidden, weight).flatten(0, 1)
         return functional.cross_entropy(
             logits, labels.flatten(), ignore_index=-100, reduction="sum"
         )
