@@ -39,6 +39,7 @@ class Sharing:
         replicas: Ranks of `data` that own the same piece.
         copies: Groups over which the gradients of equal copies are summed besides.
         is_counted: This rank's piece counts in norms; its copies elsewhere do not.
+        on_host: States that lie in host memory: "optimizer", and "weights" beside it.
         is_owner: Of the stages that hold the parameter, this one writes it to checkpoints.
 
     """
@@ -50,11 +51,20 @@ class Sharing:
     copies: tuple[Group, ...]
     is_counted: bool
     is_owner: bool
+    on_host: frozenset[str] = frozenset()
 
     def cuts(self, what: str) -> bool:
-        """Whether a rank keeps a piece only of "optimizer", "gradients" or "weights"."""
+        """Whether a rank keeps a piece only of "optimizer", "gradients" or "weights".
+
+        Weights on the host come to the device by the unit, like those of other ranks.
+        """
         needed = {"optimizer": 1, "gradients": 2, "weights": 3}[what]
-        return self.zero_stage >= needed and self.zero.size > 1
+        comes_and_goes = what == "weights" and what in self.on_host
+        return self.zero_stage >= needed and (self.zero.size > 1 or comes_and_goes)
+
+    def place(self, what: str, device: torch.device) -> torch.device:
+        """Return where a rank keeps its "optimizer" or "weights"."""
+        return torch.device("cpu") if what in self.on_host else device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +115,11 @@ class Bucket:
         own = slice(self._begin, self._begin + size)
         self.full = self._fill(length)
         cuts_weights = sharing.cuts("weights")
-        self._weights = self.full[own].clone() if cuts_weights else self.full[own]
-        is_master = master_dtype == self.full.dtype
-        self.master = self._weights if is_master else self._weights.to(master_dtype)
+        self._weights = self.full[own]
+        if cuts_weights:
+            self._weights = self._weights.to(sharing.place("weights", self.full.device), copy=True)
+        # The same tensor where format and place are the same.
+        self.master = self._weights.to(sharing.place("optimizer", self.full.device), master_dtype)
         self.segments = self._cut(parameters, own)
         self.gradients: Tensor | None = None
         self._whole: Tensor | None = None  # gradients of the step, or of one backward if cut
@@ -227,7 +239,8 @@ class Bucket:
     def start_gather(self) -> None:
         """Begin to assemble the whole weights (ZeRO-3)."""
         resize(self.full, self._length * self.full.element_size())
-        self._gathering = collectives.start_all_gather(self.full, self._weights, self.sharing.zero)
+        own = self._weights.to(self.full.device, non_blocking=True)
+        self._gathering = collectives.start_all_gather(self.full, own, self.sharing.zero)
 
     def wait_gather(self) -> None:
         """Complete the weights that are under way, if any are."""

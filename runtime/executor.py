@@ -13,6 +13,7 @@ is the sum over its tokens divided by their global count, so gradients need no a
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule
 
+from costmodels.layout import Offload
 from costmodels.schedule.action import Action, ActionKind
 from runtime import collectives
+from runtime.host_memory import activations_on_host
 from runtime.mesh import Mesh
 from runtime.pending import Done, Pending
 from runtime.program import IGNORED_LABEL, Batch, Program
@@ -112,7 +115,8 @@ class Executor:
         activation = None
         if not stage.is_first:
             activation = self._activations.pop(key).wait().requires_grad_()
-        output = stage(activation, self._batches[key[1]])
+        with self._saving_activations():
+            output = stage(activation, self._batches[key[1]])
         self._running[key] = Running(activation=activation, output=get_gradient_edge(output))
         following = (key[0] + 1, key[1])
         if stage.is_last:
@@ -122,6 +126,11 @@ class Executor:
             self._activations[following] = Done(output.detach())
         else:
             self._outputs[key] = output.detach().contiguous()
+
+    def _saving_activations(self) -> AbstractContextManager[object]:
+        if Offload.ACTIVATIONS not in self._program.layout.offload:
+            return nullcontext()
+        return activations_on_host([bucket.full for bucket in self._states.buckets])
 
     def _backward(self, key: Key) -> None:
         self._states.begin_backward(key[0], is_final=self._is_last_backward(key))

@@ -134,7 +134,7 @@ class ShardedOptimizer:
             group["lr"] = learning_rate(self._settings, step)
         for bucket, segment in self._pieces():
             assert bucket.gradients is not None
-            segment.master.grad = bucket.gradients[segment.place].to(segment.master.dtype)
+            segment.master.grad = bucket.gradients[segment.place].to(segment.master)
         self.inner.step()
         for segment in self.segments():
             segment.master.grad = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from costmodels.layout import Layout, Offload
 from costmodels.units import MIB
 from runtime import collectives
 from runtime.buckets import Bucket, Sharing
@@ -136,7 +137,8 @@ class StageStates:
     ) -> None:
         """Pack the stage's parameters."""
         ways = max(mesh.size("zero"), mesh.size("expert_zero"))
-        per_unit = mesh.layout.zero_stage == 3 and ways > 1  # noqa: PLR2004
+        comes_and_goes = ways > 1 or Offload.PARAMETERS in mesh.layout.offload
+        per_unit = mesh.layout.zero_stage == 3 and comes_and_goes  # noqa: PLR2004
         limit = 0 if per_unit else bucket_bytes
         self.buckets = tuple(
             Bucket(
@@ -261,4 +263,11 @@ def _sharing(shard: ParameterShard, stage: StageModule, mesh: Mesh) -> Sharing:
         copies=tuple(copies),
         is_counted=is_first_copy and is_cut and is_owner,
         is_owner=is_owner,
+        on_host=_on_host(mesh.layout),
     )
+
+
+def _on_host(layout: Layout) -> frozenset[str]:
+    if Offload.PARAMETERS in layout.offload:
+        return frozenset({"optimizer", "weights"})
+    return frozenset({"optimizer"}) if Offload.OPTIMIZER in layout.offload else frozenset()

@@ -29,6 +29,7 @@ NATIVE_RUNS = frozenset(
         Schedule.ZERO_BUBBLE.value,
         Schedule.ZBV.value,
         Schedule.DUALPIPEV.value,
+        *(f"offload:{part.value}" for part in Offload),
     }
 )
 

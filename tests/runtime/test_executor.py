@@ -8,7 +8,7 @@ from parity import gradient_errors, sgd_step, weight_errors, worst
 from toy_program import Embedding, Head, Layer, batches, build_program, initial
 
 from costmodels.job import Optimizer
-from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout import Layout, Offload, Recompute, Schedule, split_layers
 from runtime import collectives
 from runtime.executor import Executor
 from runtime.launch import run_ranks
@@ -82,13 +82,15 @@ def errors_of(world, layout, history, *, tied, bucket_bytes):
 
 
 LAYOUTS = {
-    1: [layout()],
+    1: [layout(), layout(offload=tuple(Offload), zero_stage=3, recompute=Recompute.FULL)],
     2: [
         layout(data_parallel=2, zero_stage=stage, recompute=recompute)
         for stage in range(4)
         for recompute in (Recompute.NONE, Recompute.FULL)
     ]
     + [
+        layout(data_parallel=2, zero_stage=1, offload=(Offload.OPTIMIZER,)),
+        layout(data_parallel=2, zero_stage=3, offload=tuple(Offload)),
         layout(pipeline_parallel=2, schedule=Schedule.ZERO_BUBBLE),
         layout(pipeline_parallel=2, stages_per_rank=2, schedule=Schedule.ZBV),
         layout(pipeline_parallel=2, stages_per_rank=2, schedule=Schedule.DUALPIPEV),
