@@ -163,6 +163,17 @@ def test_sequence_parallel_gathers_and_scatters_twice_a_layer(captured, name):
     assert graph.meta["warnings"] == ()
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_16_bit_graphs_gather_nothing_more(name):
+    """The logits' cast to fp32 must not gather what it casts."""
+    model = small.plain_model(small.MODELS[name])
+    graph = capture(model, dtype=torch.bfloat16)
+    both = {"tensor_parallel": 2, "sequence_parallel": True}
+    graph = run_passes(graph, context(**both), PIPELINE)
+    assert op_counts(graph)["gather_replicated"] == 0
+    assert graph.meta["warnings"] == ()
+
+
 def test_projections_are_columns_and_rows_and_the_vocabulary_is_padded(captured):
     graph = lowered(captured, "llama", SPLIT, tensor_parallel=2)
     found = shards(graph)
