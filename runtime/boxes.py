@@ -6,11 +6,13 @@ so on down the dims.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
 
+from runtime.buckets import Segment
+from runtime.mesh import Mesh
 from runtime.program import ParameterShard
 
 
@@ -49,6 +51,29 @@ def ranges(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
         yield ((first, last), *((0, size) for size in shape[1:]))
     tail = ranges(shape[1:], 0, stop % row)
     yield from (((last, last + 1), *block) for block in tail)
+
+
+def piece_boxes(mesh: Mesh, segment: Segment, piece: Tensor) -> Iterator[Box]:
+    """Return what a rank holds of a parameter, or of something of its shape, as blocks.
+
+    Args:
+        mesh: Where the rank stands.
+        segment: Which piece of which parameter.
+        piece: The piece's elements, flat: the weights themselves, or a state of the optimizer.
+
+    """
+    shard = segment.shard
+    index, count = _place(mesh, shard.axis)
+    block, num_blocks = _place(mesh, shard.block_axis)
+    size = shard.global_shape[0] // num_blocks
+    local = replace(shard, global_shape=(size, *shard.global_shape[1:]))
+    for box in boxes(local, index, count, segment.start, piece):
+        first, *others = box.offsets
+        yield replace(box, offsets=(first + block * size, *others))
+
+
+def _place(mesh: Mesh, axis: str | None) -> tuple[int, int]:
+    return (0, 1) if axis is None else (mesh.coordinate(axis), mesh.size(axis))
 
 
 def boxes(

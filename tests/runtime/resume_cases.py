@@ -1,0 +1,107 @@
+"""Runs that are saved under one plan and resumed under another, for the checkpoints' tests."""
+
+import random
+from pathlib import Path
+
+import torch
+from parity_cases import BATCH, MODELS, SEQ_LEN, layouts, lowered, micro_batches, start
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from costmodels.job import Optimizer
+from runtime.checkpoint_files import read_manifest
+from runtime.checkpoints import Checkpoints, RunRecord, Samples, folder_of
+from runtime.launch import run_ranks
+from runtime.optimizer import OptimizerSettings, ShardedOptimizer
+from runtime.sharded_state import buffers_of
+
+ADAMW = OptimizerSettings(kind=Optimizer.ADAMW, learning_rate=0.01, num_warmup_steps=2, num_steps=8)
+
+
+class Run:
+    """A rank of a run: trains, saves and loads."""
+
+    def __init__(self, world, name, layout, folder, *, settings=ADAMW, **options):
+        graph = lowered(name, layout)
+        self.mesh, self.states, self.executor, program = start(world, graph, layout)
+        self.optimizer = ShardedOptimizer(self.states, settings)
+        self.parts = (self.states, self.optimizer, buffers_of(program))
+        self.batch = micro_batches(MODELS[name].vocab_size, layout, self.mesh.coordinate("dp"))
+        samples = Samples(source="suite", seed=0, seq_len=SEQ_LEN, global_batch_size=BATCH)
+        record = RunRecord(num_steps=0, model=MODELS[name], optimizer=settings, samples=samples)
+        group = world.host_group()
+        self.checkpoints = Checkpoints(folder, self.mesh, group, record, **options)
+
+    def train(self, first, count):
+        losses = []
+        for step in range(first, first + count):
+            losses.append(self.executor.run(self.batch).item())
+            self.optimizer.step(step)
+        return losses
+
+    def save(self, num_steps):
+        self.checkpoints.save(*self.parts, num_steps)
+
+    def load(self, folder):
+        return self.checkpoints.load(folder, *self.parts).num_steps
+
+    def load_latest(self):
+        record = self.checkpoints.load_latest(*self.parts)
+        return record and record.num_steps
+
+
+def train_and_save(name, layout, folder, steps, more, **options):
+    """Train, save, train on; return the losses after saving."""
+
+    def work(world):
+        run = Run(world, name, layout, folder, **options)
+        run.train(0, steps)
+        run.save(steps)
+        losses = run.train(steps, more)
+        run.checkpoints.wait()
+        return losses
+
+    return run_ranks(work, layout.num_gpus, timeout=120)[0]
+
+
+def resume_latest(name, layout, folder, more, **options):
+    """Load the last checkpoint and train on; return the steps that were done and the losses."""
+
+    def work(world):
+        run = Run(world, name, layout, folder, **options)
+        done = run.load_latest()
+        return [done, run.train(done or 0, more)]
+
+    return run_ranks(work, layout.num_gpus, timeout=120)[0]
+
+
+def random_pairs(name, count, seed):
+    """Return pairs of different plans of a model, on 1 to 8 ranks, from the search's space."""
+    draw = random.Random(seed)
+    spaces = {ranks: layouts(name, ranks) for ranks in (1, 2, 4, 8)}
+    pairs = []
+    while len(pairs) < count:
+        saver, loader = (draw.choice(spaces[draw.choice(list(spaces))]) for _ in range(2))
+        if saver != loader:
+            pairs.append((saver, loader))
+    return pairs
+
+
+def stored_tensors(folder: Path, num_steps: int):
+    """Return every tensor of a checkpoint whole, as torch's own tools read it."""
+    folder = folder_of(folder, num_steps)
+    manifest = read_manifest(folder)
+    whole = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for name, tensor in manifest.tensors.items()
+    }
+    load(whole, storage_reader=FileSystemReader(folder), no_dist=True)
+    return whole
+
+
+def by_world_size(cases):
+    """Group (layout, anything) by the number of ranks, so that one launch serves many."""
+    grouped = {}
+    for case in cases:
+        grouped.setdefault(case[0].num_gpus, []).append(case)
+    return grouped
