@@ -149,8 +149,8 @@ def _latent(model: ModelSpec, latent: LatentAttention, shard: Shard) -> tuple[Op
             module="mla_up_proj",
             forward=2 * HALF * tokens * heads * (2 * latent.qk_head_dim),
             backward=2 * HALF * tokens * heads * (2 * latent.qk_head_dim),
-            forward_kernels=4,
-            backward_kernels=4,
+            forward_kernels=12,
+            backward_kernels=12,
         ),
     )
 

@@ -90,8 +90,8 @@ def expert_ops(
             module="moe",
             forward=6 * _FULL * tokens * moe.num_experts,
             backward=4 * _FULL * tokens * moe.num_experts,
-            forward_kernels=24,
-            backward_kernels=16,
+            forward_kernels=60,
+            backward_kernels=30,
             host_waits=True,
         ),
         _permutation("permute", copies * hidden),
@@ -113,8 +113,8 @@ def _permutation(name: str, elements: Size) -> MemoryPass:
         module="moe",
         forward=2 * HALF * elements,
         backward=2 * HALF * elements,
-        forward_kernels=6,
-        backward_kernels=6,
+        forward_kernels=10,
+        backward_kernels=10,
     )
 
 

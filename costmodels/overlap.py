@@ -22,7 +22,7 @@ class Overlap:
     Attributes:
         tensor_backward: Communication of an input's gradient beside the product's weight gradient.
         tensor_pipelined: Gathers and scatters of sequence parallelism in pieces beside their own
-            product (Megatron's --tp-comm-overlap, torch's async TP).
+            product (Megatron's --tp-comm-overlap, nanotron's asynchronous mode, torch's async TP).
         gathers_again: Under sequence parallelism backward gathers the input of a column-parallel
             product once more, beside its input gradient.
         grad_reduce: Gradients are reduced in buckets beside the last micro-batch's backward.
@@ -50,7 +50,7 @@ def overlap_of(job: TrainingJob) -> Overlap:
     return Overlap(
         tensor_backward=from_megatron,
         tensor_pipelined=switches.overlap_tensor_parallel
-        or (target is Target.MEGATRON and switches.overlap_grad_reduce),
+        or (from_megatron and switches.overlap_grad_reduce),
         gathers_again=from_megatron,
         # nanotron adds micro-batches up in fp32 and reduces after the last one.
         grad_reduce=switches.overlap_grad_reduce and target is not Target.NANOTRON,

@@ -101,6 +101,11 @@ def generation_constants(generation: str, where: str = "generation") -> dict[str
     return common | own
 
 
+def own_constants(file: str) -> dict[str, Entry]:
+    """Return the constants that one generation's file, or `common`, states itself."""
+    return _constants(file)
+
+
 def _constants(file: str) -> dict[str, Entry]:
     where = f"generations/{file}.toml"
     entries = _parse(hardware_profiles.generation_text(file), where)

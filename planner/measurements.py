@@ -197,7 +197,7 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
         stages_per_rank=counts[0],
         schedule=_schedule(row, counts[0]),
         sequence_parallel=tensor_parallel > 1 and row["sp"] != "0",
-        layers_per_stage=_stages(row, model, pipeline_parallel * counts[0]),
+        layers_per_stage=_stages(row, model, job.target, pipeline_parallel * counts[0]),
         recompute_modules=tuple(row["recompute_modules"].split()),
     )
     splits = [
@@ -205,7 +205,7 @@ def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> 
             base,
             stages_per_rank=count,
             schedule=_schedule(row, count),
-            layers_per_stage=_stages(row, model, pipeline_parallel * count),
+            layers_per_stage=_stages(row, model, job.target, pipeline_parallel * count),
         )
         for count in counts
     ]
@@ -302,12 +302,13 @@ def _schedule(row: Row, stages_per_rank: int) -> Schedule:
     raise UnsupportedRowError(f"schedule {row['schedule']!r} is outside the contract")
 
 
-def _stages(row: Row, model: ModelSpec, num_stages: int) -> tuple[int, ...]:
+def _stages(row: Row, model: ModelSpec, target: Target, num_stages: int) -> tuple[int, ...]:
     tags = row["switches"].split()
     if "embedding-and-head-count-as-layers" in tags and num_stages > 1:
         counts = split_layers(model.num_layers + 2, num_stages)
         return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
-    if "uneven-stages" in tags and num_stages > 1:
+    # nanotron balances its stages by the work of their blocks.
+    if ("uneven-stages" in tags or target is Target.NANOTRON) and num_stages > 1:
         return _balanced_stages(model, num_stages)
     return split_layers(model.num_layers, num_stages)
 

@@ -104,7 +104,7 @@ def predict(row: Row) -> dict[str, str]:
         asked = interpret(row)
     except UnsupportedRowError as error:
         return _columns(UNSUPPORTED, note=str(error))
-    best = _best_reading(asked)
+    best = best_reading(asked)
     if best.memory is None or best.time is None:
         reasons = "; ".join(violation.message for violation in best.violations)
         return _columns(best.verdict.value, note=reasons)
@@ -129,7 +129,7 @@ def predict_all(
     return done
 
 
-def _best_reading(asked: MeasuredJob) -> Judgement:
+def best_reading(asked: MeasuredJob) -> Judgement:
     """Among the layouts a row may mean: the least recomputation that fits, then the fastest."""
     judged = [judge(asked.model, asked.job, asked.cluster, layout) for layout in asked.layouts]
     for wanted in (Verdict.FITS, Verdict.AT_RISK, Verdict.DOES_NOT_FIT):
@@ -203,6 +203,16 @@ def _family_error(family: str, rows: Sequence[Row]) -> FamilyError:
     )
 
 
+def measured_rate(row: Row) -> float | None:
+    """Return measured tokens/s/GPU, from the step time where only that stands."""
+    rate = _number(row, "tokens_per_sec_per_gpu")
+    parts = [_number(row, name) for name in ("global_batch", "seq_len", "step_seconds", "gpus")]
+    if rate is None and all(parts):
+        batch, length, seconds, gpus = (part or math.nan for part in parts)
+        rate = batch * length / seconds / gpus
+    return rate
+
+
 def throughput_ratio(row: Row) -> float | None:
     """Return predicted over measured tokens/s/GPU, None where either is missing."""
     predicted = _number(row, "predicted_tokens_per_second_per_gpu")
@@ -238,7 +248,7 @@ def error_table(rows: Sequence[Row]) -> str:
     ]
     throughput = [error.throughput for error in errors if error.throughput is not None]
     memory = [error.memory for error in errors if error.memory is not None]
-    ratios = [ratio for row in rows if _is_scored(row) and (ratio := throughput_ratio(row))]
+    ratios = [ratio for row in rows if scored(row) and (ratio := throughput_ratio(row))]
     lines.append(
         f"mean over families: throughput {_percent(_mean(throughput))}, "
         f"memory {_percent(_mean(memory))}"
@@ -263,7 +273,8 @@ def _verdict_line(rows: Sequence[Row]) -> str:
     )
 
 
-def _is_scored(row: Row) -> bool:
+def scored(row: Row) -> bool:
+    """Return whether a row is a completed run that counts."""
     return row.get("core", "1") == "1" and row.get("status", "ok") == "ok"
 
 

@@ -1,0 +1,318 @@
+"""Fit the constants of device generations to measured runs, and test the fit on runs left out.
+
+What is fitted stands in `hardware_profiles/generations`: every constant of kind "fitted", between
+its own bounds. Nothing belongs to a source, a family, a release or a model. The loss is Huber's of
+log(predicted / measured), each family with the same weight, plus a weak pull of each constant to
+the geometric middle of its bounds, which alone decides where no run tells anything:
+
+    loss(c) = sum over families of mean huber(r) + PULL * sum ((ln c - middle) / width)^2
+
+Steps are Gauss-Newton's in ln c, reweighted for Huber's loss. Leaving a group out moves the
+constants from the joint optimum by the same derivatives without the group's rows: one linear
+least-squares problem per group, then the group is predicted exactly.
+
+Source: Huber, Annals of Mathematical Statistics 35 (1964); Holland and Welsch, "Robust regression
+using iteratively reweighted least-squares", Communications in Statistics A6 (1977).
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodels.estimate import estimate_time
+from costmodels.hardware import Calibration, Cluster
+from costmodels.layout import Layout
+from costmodels.profile_toml import own_constants
+from costmodels.terms import TimeEstimate
+from planner.codec import rounded
+from planner.measured_model import UnsupportedRowError
+from planner.measurements import MeasuredJob, interpret
+from planner.validate import PREDICTED, best_reading, measured_rate, scored
+
+Array = NDArray[np.float64]
+Row = Mapping[str, str]
+
+COMMON = "common"
+HUBER = 0.1  # chosen: errors above 10 % pull with a constant force
+PULL = 0.02  # chosen: against 1 per family; matters only where few runs tell
+STEP = 0.02  # of ln c in a difference; chosen: above the kinks of ceil and max
+ROUNDS = 3  # chosen: later ones move no constant by more than its uncertainty
+REWEIGHTINGS = 20
+# Constants that one fitted constant scales along, because no run tells them apart.
+FOLLOWERS = {"attention_forward": "attention_backward"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A fitted constant: of one generation, or of all that have no value of their own."""
+
+    generation: str
+    name: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        """Where the constant stands if no run tells."""
+        return math.sqrt(self.low * self.high)
+
+    @property
+    def width(self) -> float:
+        """Standard deviation of its logarithm before any run: the bounds are two apart."""
+        return math.log(self.high / self.low) / 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A completed run with its reading and what it measured.
+
+    Attributes:
+        row: Its place in the table.
+        family: Runs of one campaign; unit of weighting.
+        rate: Measured tokens per second and GPU.
+
+    """
+
+    row: int
+    asked: MeasuredJob
+    layout: Layout
+    family: str
+    rate: float
+
+    @property
+    def generation(self) -> str:
+        """Whose constants the run tells about."""
+        return self.asked.cluster.profile.generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Constants at the optimum, with what a refit needs.
+
+    Attributes:
+        logs: Natural logarithms of the parameters.
+        errors: log(predicted / measured) of each sample.
+        slopes: Derivatives of the errors, one row per sample.
+
+    """
+
+    parameters: tuple[Parameter, ...]
+    logs: Array
+    errors: Array
+    slopes: Array
+
+
+def fitted_parameters(generations: Sequence[str]) -> tuple[Parameter, ...]:
+    """Return every constant of kind "fitted" that bears on some generations, from their files."""
+    return tuple(
+        Parameter(
+            generation=generation,
+            name=name,
+            value=float(entry.value),  # type: ignore[arg-type]  # checked by the reader
+            low=float(entry.low or entry.value),  # type: ignore[arg-type]
+            high=float(entry.high or entry.value),  # type: ignore[arg-type]
+        )
+        for generation in (COMMON, *sorted(generations))
+        for name, entry in own_constants(generation).items()
+        if entry.kind == "fitted" and name not in FOLLOWERS.values()
+    )
+
+
+def read_samples(rows: Sequence[Row]) -> tuple[Sample, ...]:
+    """Return the completed, scored runs of a table that the planner can express."""
+    samples = []
+    for number, row in enumerate(rows):
+        rate = measured_rate(row)
+        if rate is None or not scored(row):
+            continue
+        try:
+            asked = interpret(row)
+        except UnsupportedRowError:
+            continue
+        best = best_reading(asked)
+        if best.time is not None:
+            family = row.get("family", "")
+            samples.append(
+                Sample(row=number, asked=asked, layout=best.layout, family=family, rate=rate)
+            )
+    return tuple(samples)
+
+
+def estimate_with(sample: Sample, parameters: Sequence[Parameter], logs: Array) -> TimeEstimate:
+    """Predict a run under other constants."""
+    cluster = _with_constants(sample.asked.cluster, parameters, logs)
+    return estimate_time(sample.asked.model, sample.asked.job, cluster, sample.layout)
+
+
+def _with_constants(cluster: Cluster, parameters: Sequence[Parameter], logs: Array) -> Cluster:
+    profile = cluster.profile
+    constants = dict(profile.calibration.constants)
+    for parameter, log in zip(parameters, logs, strict=True):
+        if not _bears_on(parameter, profile.generation):
+            continue
+        factor = math.exp(log) / parameter.value
+        for name in (parameter.name, FOLLOWERS.get(parameter.name)):
+            if name is not None:
+                constants[name] *= factor
+    calibration = Calibration(constants=tuple(constants.items()))
+    return replace(cluster, profile=replace(profile, calibration=calibration))
+
+
+def _bears_on(parameter: Parameter, generation: str) -> bool:
+    if parameter.generation != COMMON:
+        return parameter.generation == generation
+    return parameter.name not in _own_names(generation)
+
+
+@lru_cache
+def _own_names(generation: str) -> frozenset[str]:
+    return frozenset(own_constants(generation))
+
+
+def fit_constants(
+    samples: Sequence[Sample],
+    parameters: Sequence[Parameter],
+    *,
+    rounds: int = ROUNDS,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Fitted:
+    """Find the constants under which the samples are predicted best.
+
+    Args:
+        samples: Measured runs, at least one.
+        parameters: What to find; the search starts at their values.
+        rounds: Gauss-Newton steps with fresh derivatives; 0 only evaluates where they stand.
+        progress: Told the loss of each round.
+
+    """
+    logs = np.log([p.value for p in parameters])
+    weights = family_weights(samples)
+    errors = _errors(samples, parameters, logs)
+    slopes = _slopes(samples, parameters, logs, errors)
+    for turn in range(rounds):
+        logs = solve(parameters, logs, errors, slopes, weights)
+        errors = _errors(samples, parameters, logs)
+        slopes = _slopes(samples, parameters, logs, errors)
+        progress(f"round {turn + 1}: mean error {float(weights @ np.abs(np.expm1(errors))):.1%}")
+    return Fitted(parameters=tuple(parameters), logs=logs, errors=errors, slopes=slopes)
+
+
+def family_weights(samples: Sequence[Sample]) -> Array:
+    """Return each sample's weight: families weigh the same, all together 1."""
+    sizes = Counter(sample.family for sample in samples)
+    return np.array([1 / (sizes[sample.family] * len(sizes)) for sample in samples])
+
+
+def _errors(samples: Sequence[Sample], parameters: Sequence[Parameter], logs: Array) -> Array:
+    predicted = [
+        estimate_with(sample, parameters, logs).tokens_per_second_per_gpu for sample in samples
+    ]
+    return np.log(np.array(predicted) / [sample.rate for sample in samples])
+
+
+def _slopes(
+    samples: Sequence[Sample], parameters: Sequence[Parameter], logs: Array, errors: Array
+) -> Array:
+    slopes = np.zeros((len(samples), len(parameters)))
+    for j, parameter in enumerate(parameters):
+        moved = logs.copy()
+        moved[j] += STEP if logs[j] + STEP <= math.log(parameter.high) else -STEP
+        rows = [i for i, s in enumerate(samples) if _bears_on(parameter, s.generation)]
+        there = _errors([samples[i] for i in rows], parameters, moved)
+        slopes[rows, j] = (there - errors[rows]) / (moved[j] - logs[j])
+    return slopes
+
+
+def solve(
+    parameters: Sequence[Parameter], logs: Array, errors: Array, slopes: Array, weights: Array
+) -> Array:
+    """Return where the linearised loss is least within the bounds.
+
+    Args:
+        parameters: Bounds and where each constant is pulled.
+        logs: Where errors and slopes were taken.
+        errors: log(predicted / measured) there.
+        slopes: Their derivatives.
+        weights: Importance of each sample.
+
+    """
+    low, high = (np.log([getattr(p, name) for p in parameters]) for name in ("low", "high"))
+    middle = np.log([p.middle for p in parameters])
+    pull = PULL / np.array([p.width for p in parameters]) ** 2 / max(len(parameters), 1)
+    at = logs
+    for _ in range(REWEIGHTINGS):
+        left = errors + slopes @ (at - logs)
+        soft = weights * HUBER / np.maximum(np.abs(left), HUBER)
+        curvature = slopes.T @ (soft[:, None] * slopes) + np.diag(pull)
+        gradient = slopes.T @ (soft * left) + pull * (at - middle)
+        at = _bounded_step(at, curvature, gradient, low, high)
+    return at
+
+
+def _bounded_step(at: Array, curvature: Array, gradient: Array, low: Array, high: Array) -> Array:
+    """Take a Newton step; what would leave its bounds stays on them and the rest is solved anew."""
+    free = np.ones(at.size, dtype=bool)
+    moved = at.copy()
+    while free.any():
+        fixed = ~free
+        right = -gradient[free] - curvature[np.ix_(free, fixed)] @ (moved - at)[fixed]
+        moved[free] = at[free] + np.linalg.solve(curvature[np.ix_(free, free)], right)
+        outside = free & ((moved < low) | (moved > high))
+        if not outside.any():
+            break
+        moved[outside] = np.clip(moved, low, high)[outside]
+        free &= ~outside
+    return moved
+
+
+def predict_left_out(
+    rows: Sequence[Row], by: str, *, progress: Callable[[str], None] = lambda _: None
+) -> list[dict[str, str]]:
+    """Refit without each group of rows, predict the group, and add columns `leave_out_...`.
+
+    Args:
+        rows: Rows with their predicted columns.
+        by: "family" (all families of one source and framework leave together) or "gpu".
+        progress: Told what is going on.
+
+    """
+    samples = read_samples(rows)
+    parameters = fitted_parameters(sorted({sample.generation for sample in samples}))
+    progress(f"{len(samples)} completed runs, {len(parameters)} constants")
+    joint = fit_constants(samples, parameters, rounds=0)
+    weights = family_weights(samples)
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, sample in enumerate(samples):
+        groups[group_of(rows[sample.row], by)].append(place)
+    done = [{**row, **{f"leave_out_{name}": row[name] for name in PREDICTED}} for row in rows]
+    for members in groups.values():
+        kept = np.setdiff1d(np.arange(len(samples)), members)
+        logs = solve(parameters, joint.logs, joint.errors[kept], joint.slopes[kept], weights[kept])
+        for place in members:
+            time = estimate_with(samples[place], parameters, logs)
+            figures = (time.step_seconds, time.tokens_per_second_per_gpu)
+            names = ("step_seconds", "tokens_per_second_per_gpu")
+            for name, figure in zip(names, figures, strict=True):
+                done[samples[place].row][f"leave_out_predicted_{name}"] = repr(rounded(figure))
+    progress(f"{len(groups)} groups left out by {by}: {_left_out_line(samples, done)}")
+    return done
+
+
+def group_of(row: Row, by: str) -> tuple[str, ...]:
+    """Return which rows leave together."""
+    return (row["gpu"],) if by == "gpu" else (row.get("source", ""), row["framework"])
+
+
+def _left_out_line(samples: Sequence[Sample], done: Sequence[Row]) -> str:
+    """Return the mean over families of the error of runs that were not fitted."""
+    weights = family_weights(samples)
+    column = "leave_out_predicted_tokens_per_second_per_gpu"
+    ratios = np.array([float(done[s.row][column]) / s.rate for s in samples])
+    errors = np.abs(ratios - 1)
+    return f"throughput {float(weights @ errors):.1%}, median row {float(np.median(errors)):.1%}"
