@@ -205,7 +205,7 @@ def _input_bytes(job: TrainingJob, behaviour: FrameworkBehaviour) -> int:
 
 
 def attention_kernel(job: TrainingJob) -> str:
-    """Return the kernel that runs; a job that forbids flash attention fuses the softmax at least."""
+    """Return the kernel that runs; without flash attention, a fused softmax at least."""
     kernel = job.switches.attention_kernel
     is_flash = SCORE_BYTES.get(kernel, 0) == 0
     return "fused-softmax" if is_flash and not job.flash_attention else kernel
@@ -263,7 +263,12 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
     whole_rows = behaviour.gathers_logits and not fused
     vocab_shards = 1 if whole_rows else table.tensor_parallel
     vocab = padded_vocab_size(model, job, table.tensor_parallel) / vocab_shards
-    per_logit = behaviour.fused_logit_peak_bytes if fused else behaviour.logit_peak_bytes
+    per_logit = np.full(
+        len(table), behaviour.fused_logit_peak_bytes if fused else behaviour.logit_peak_bytes
+    )
+    if behaviour.uncut_logit_peak_bytes is not None:
+        is_cut = table.tensor_parallel > 1
+        per_logit = np.where(is_cut, per_logit, behaviour.uncut_logit_peak_bytes)
     chunk = 1 / CHUNKS_OF_LOSS if job.chunked_loss else 1.0
     saved = 0.0 if job.chunked_loss else behaviour.logit_saved_bytes
     return HeadBytes(

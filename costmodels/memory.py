@@ -33,7 +33,7 @@ from costmodels.terms import MemoryEstimate, MemoryParts
 __all__ = ["estimate_memory", "memory_lower_bound", "reserved_interval", "stage_memory"]
 
 STATES_SPREAD = 0.02  # chosen: padding, unlisted buffers
-MOVING_SPREAD = 0.2  # chosen: see reserved_interval
+MOVING_SPREAD = 0.3  # fitted: 80 % of 169 measured peaks lie inside (see reserved_interval)
 
 
 def estimate_memory(

@@ -5,6 +5,7 @@ Moments, of which the largest counts:
     layers  states + activations in flight + gradients of a layer's backward pass
     loss    states + activations in flight + logits and their gradients
     head    states + activations in flight + gradients of the output matrix
+    end     states + activations of other micro-batches + gradients of the embedding
     step    states + what the optimizer needs beside them; no activations
 
 How many micro-batches are in flight is read off the schedule's own table.
@@ -73,7 +74,9 @@ def fullest_moment(
     saved, norm = float(logits.saved[0]), float(logits.norm[0])
     backward = moving.recompute if _recomputes_whole_stage(layout, stages) else moving.layers
     has_head = layout.num_stages - 1 in stages
-    found = [replace(states, transient=step_bytes(model, job, layout, blocks, stages))]
+    late = _late_gradients(model, layout, blocks, stages)
+    step = step_bytes(model, job, layout, blocks, stages) + late
+    found = [replace(states, transient=step)]
     for moment in moments:
         kept = sum(count * size for count, size in zip(moment, per_micro_batch, strict=True))
         waiting = moment[-1] if has_head else 0
@@ -89,6 +92,10 @@ def fullest_moment(
             found.append(replace(layers, logits=loss, transient=float(moving.always[0])))
             output = layers.logits + float(logits.gradient[0])
             found.append(replace(layers, logits=output, transient=float(moving.head[0])))
+        if 0 in stages and moment[0]:
+            left = layers.activations - per_micro_batch[0]
+            last = float(moving.embedding[0]) + late
+            found.append(replace(layers, activations=left, transient=last))
     return max(found, key=lambda parts: parts.reserved)
 
 
@@ -113,6 +120,14 @@ def _states_of_rank(
         gradients=total("gradients"),
         optimizer=total("optimizer"),
     )
+
+
+def _late_gradients(
+    model: ModelSpec, layout: Layout, blocks: BlockMemory, stages: Sequence[int]
+) -> float:
+    """Return the cut gradients of a rank that exist from its only backward pass to the step."""
+    held = blocks_of_rank(model, layout, blocks, stages)
+    return sum(count * float(block.late_gradients[0]) for block, count in held)
 
 
 def blocks_of_rank(

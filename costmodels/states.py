@@ -25,7 +25,7 @@ from costmodels.targets import BEHAVIOURS, FrameworkBehaviour
 Column = NDArray[np.float64]
 
 LOW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
-ZERO_3 = 3
+ZERO_2, ZERO_3 = 2, 3
 
 # Bytes per weight of optimizer states, beside a 16-bit weight and beside an fp32 one (which is
 # its own master). Contract: fp32 master weights and two fp32 moments; no master and two bf16
@@ -67,6 +67,8 @@ class BlockStates:
 
     Attributes:
         local_weights: Weights that the rank computes with.
+        late_gradients: Bytes of cut gradients that a step's only backward pass brings into being,
+            counted there rather than under `gradients`.
         gathered: Bytes of those weights when ZeRO-3 has gathered them; 0 where they always are.
 
     """
@@ -75,6 +77,7 @@ class BlockStates:
     gradients: Column
     optimizer: Column
     local_weights: Column
+    late_gradients: Column
     gathered: Column
     host: Column
 
@@ -216,6 +219,8 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     parameters = states.parameters + np.where(stays, whole, 0)
     whole_gradients = states.local_weights * per_weight.gradient * (job.lora_rank is None)
     gradients = np.where(stays, whole_gradients, states.gradients)
+    is_late = (table.zero_stage >= ZERO_2) & (table.num_micro_batches == 1)
+    is_late &= behaviour.cuts_gradients_late & (table.pipeline_parallel == 1)
     moves = table.offload_parameters.astype(bool)
     moves_optimizer = moves | table.offload_optimizer.astype(bool)
     host = np.where(moves, parameters, 0) + np.where(moves_optimizer, states.optimizer, 0)
@@ -223,7 +228,8 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     host = host + np.where(moves_optimizer, shard_weights * HOST_GRADIENT_BYTES, 0)
     return BlockStates(
         parameters=np.where(moves, 0, parameters),
-        gradients=gradients,
+        gradients=np.where(is_late, 0, gradients),
+        late_gradients=np.where(is_late, gradients, 0),
         optimizer=np.where(moves_optimizer, 0, states.optimizer),
         local_weights=states.local_weights,
         gathered=np.where(shards_weights & ~stays, whole, 0),

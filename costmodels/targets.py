@@ -27,6 +27,10 @@ class FrameworkBehaviour:
             can hold them.
         master_is_parameter: ZeRO-3 shards hold the fp32 weight only; 16-bit copies exist while
             gathered (FSDP2).
+        cuts_gradients_late: Cut gradients come into being when a backward pass reduces them, so
+            that the only micro-batch of a step meets none; stage 1's, once per step.
+        collects_gradients: A unit's 16-bit gradients move into its reduction buffer one by one;
+            otherwise they wait beside it.
         keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
             keeps them, and whole gradients too, over all micro-batches.
         gathered_layers: Layers whose weights are whole at once under ZeRO-3 (current, prefetched).
@@ -46,6 +50,8 @@ class FrameworkBehaviour:
             (torch's cross entropy, which knows no cut vocabulary).
         compiles_loss: The compiler that fuses the model fuses the loss too; off where the model
             is said not to be compiled.
+        uncut_logit_peak_bytes: The same where the vocabulary is not cut and torch's own loss runs;
+            None where the runtime has one loss.
         logit_saved_bytes: Bytes per logit that stay from forward to backward.
         bucket_bytes: One communication bucket; stages 2 and 3 of ZeRO hold two beside activations
             (gradients, weights), stage 1 one at the step.
@@ -67,6 +73,8 @@ class FrameworkBehaviour:
     step_bytes: int = 0
     flat_step_buffers: bool = False
     master_is_parameter: bool = False
+    cuts_gradients_late: bool = False
+    collects_gradients: bool = False
     keeps_gathered_in_pipeline: bool = False
     gathered_layers: int = 2
     keeps_ends_gathered: bool = False
@@ -78,6 +86,7 @@ class FrameworkBehaviour:
     fused_weight_gradient: bool = False
     logit_peak_bytes: float = 14.0
     fused_logit_peak_bytes: float = 6.0
+    uncut_logit_peak_bytes: float | None = None
     logit_saved_bytes: float = 4.0
     gathers_logits: bool = False
     compiles_loss: bool = False
@@ -92,13 +101,21 @@ class FrameworkBehaviour:
 
 
 BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
-    # Our own runtime: flat fp32 gradient buffers, collectives as autograd nodes (their outputs are
-    # saved by the products that read them), FSDP2-like units per layer under ZeRO-3.
+    # Our own runtime (`planner verify` holds these against its dry run): flat fp32 gradient
+    # buffers, 16-bit shards beside fp32 masters, collectives as autograd nodes (the products that
+    # read their outputs save them), units per layer under ZeRO-3. The vocabulary-parallel loss
+    # keeps 16-bit logits, fp32 scores and its 16-bit gradient (8 bytes); torch's own, fp32 scores,
+    # log-probabilities and a gradient (12).
     Target.NATIVE: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
-        master_is_parameter=True,
+        step_bytes=4,
+        cuts_gradients_late=True,
+        collects_gradients=True,
         saves_gathered_input=True,
+        logit_peak_bytes=8.0,
+        fused_logit_peak_bytes=8.0,
+        uncut_logit_peak_bytes=12.0,
     ),
     # Megatron Core with Transformer Engine. Gradients are reduced in bf16 in NVIDIA's recipes
     # (Megatron Bridge, grad_reduce_in_fp32 off; peaks of its Moonlight and Qwen3 runs say so too);
@@ -122,8 +139,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     ),
     # torchtitan on FSDP2: fp32 shards, bf16 gathered, fp32 reduced gradients; with a pipeline
     # nothing is resharded between micro-batches; selective recompute is its per-operation policy;
-    # its launcher turns expandable segments on. Its loss has been compiled since 2025 (16-bit logits
-    # and their gradient, and a copy); before, and in eager runs, it held 14 bytes per logit.
+    # its launcher turns expandable segments on. Its loss has been compiled since 2025 (16-bit
+    # logits, their gradient, and a copy); before, and in eager runs, it held 14 bytes per logit.
     Target.TORCHTITAN: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,

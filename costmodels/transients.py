@@ -17,11 +17,12 @@ from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.parameters import layer_parameters
-from costmodels.states import ZERO_3, BlockStates, bytes_per_weight
+from costmodels.states import ZERO_2, BlockStates, bytes_per_weight
 from costmodels.targets import BEHAVIOURS
 
 Column = NDArray[np.float64]
 
+SHARE_OF_LARGEST_MATRIX = 1 / 3  # of a layer: one of three feed-forward matrices, or less
 MESSAGES_IN_FLIGHT = 2  # a pipeline rank receives one activation and one gradient ahead
 
 
@@ -35,6 +36,7 @@ class Transients:
         always: Buckets, placeholders and messages, whatever runs.
         layers: While a layer runs backward.
         recompute: The same where it is recomputed in full first.
+        embedding: While the embedding runs backward, last of all.
         head: While the head runs backward, the logits and their gradient apart.
 
     """
@@ -44,6 +46,7 @@ class Transients:
     always: Column
     layers: Column
     recompute: Column
+    embedding: Column
     head: Column
 
 
@@ -71,18 +74,27 @@ def transients(
     """
     always = _buffers(job, table) + _placeholders(model, job, table) + _messages(model, job, table)
     gradients = np.maximum.reduce([_whole_gradients(job, table, block) for block in states])
-    largest = np.maximum.reduce([_largest_product(job, block) for block in states])
+    largest = np.maximum.reduce(
+        [_product(job, block.local_weights * SHARE_OF_LARGEST_MATRIX) for block in states]
+    )
     backward = np.maximum.reduce([layer.transient for layer in activations])
     brought_back = np.maximum.reduce([layer.everything - layer.recomputed for layer in activations])
     layers = always + gradients + largest + backward
     stream = _stream(model, job, table)
+    # A tied table's gradient from the head waits for the one from the embedding, and their sum.
+    is_tied = model.tied_embeddings & (table.pipeline_parallel == 1)
+    copies = np.where(is_tied, 3, 1)
+    output = np.where(is_tied, embedding.local_weights, head.local_weights)
     return Transients(
         boundary=stream * BEHAVIOURS[job.target].keeps_stage_outputs,
         gathered=_gathered(job, states, embedding, head),
         always=always,
         layers=layers,
         recompute=layers + brought_back,
-        head=always + _whole_gradients(job, table, head) + _largest_product(job, head),
+        embedding=always
+        + _whole_gradients(job, table, embedding)
+        + _product(job, embedding.local_weights) * copies,
+        head=always + _whole_gradients(job, table, head) + _product(job, output),
     )
 
 
@@ -101,18 +113,16 @@ def _gathered(
 def _whole_gradients(job: TrainingJob, table: LayoutTable, block: BlockStates) -> Column:
     """Return a block's gradients before they are cut: in 16 bits, and in the reduced format."""
     per_weight = bytes_per_weight(job)
-    is_cut = (table.zero_stage >= ZERO_3 - 1) & (job.lora_rank is None)
-    return np.where(is_cut, block.local_weights * (per_weight.working + per_weight.gradient), 0.0)
+    is_cut = (table.zero_stage >= ZERO_2) & (job.lora_rank is None)
+    waiting = 0 if BEHAVIOURS[job.target].collects_gradients else per_weight.working
+    return np.where(is_cut, block.local_weights * (waiting + per_weight.gradient), 0.0)
 
 
-def _largest_product(job: TrainingJob, block: BlockStates) -> Column:
-    """Return the weight gradient that exists beside the one it is added to.
-
-    The largest matrix of a gated block is about a third of the layer; of the head, all of it.
-    """
+def _product(job: TrainingJob, weights: Column) -> Column:
+    """Return a weight gradient in 16 bits that exists beside the one it is added to."""
     if BEHAVIOURS[job.target].fused_weight_gradient or job.lora_rank is not None:
-        return np.zeros_like(block.local_weights)
-    return block.local_weights * bytes_per_weight(job).working / 3
+        return np.zeros_like(weights)
+    return weights * bytes_per_weight(job).working
 
 
 def _buffers(job: TrainingJob, table: LayoutTable) -> Column:
@@ -121,7 +131,7 @@ def _buffers(job: TrainingJob, table: LayoutTable) -> Column:
     Stages 2 and 3 reduce during backward; stage 1 does once per step, when activations are gone.
     """
     spread = table.data_parallel * table.context_parallel > 1
-    during_backward = spread & (table.zero_stage >= ZERO_3 - 1)
+    during_backward = spread & (table.zero_stage >= ZERO_2)
     return np.where(during_backward, 2 * BEHAVIOURS[job.target].bucket_bytes, 0.0)
 
 
@@ -146,9 +156,8 @@ def _placeholders(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Col
 def _messages(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Column:
     """Return the buffers of pipeline messages."""
     stream = _stream(model, job, table)
-    ahead: Column = np.full(len(table), MESSAGES_IN_FLIGHT)
-    if BEHAVIOURS[job.target].preallocates_messages:
-        ahead = 2 * table.num_micro_batches
+    early = BEHAVIOURS[job.target].preallocates_messages
+    ahead = 2 * table.num_micro_batches if early else MESSAGES_IN_FLIGHT
     return np.where(table.pipeline_parallel > 1, ahead * stream, 0.0)
 
 

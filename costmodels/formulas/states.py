@@ -54,9 +54,7 @@ def _expert_group() -> Expr:
 
 def _cut(stage: int, per_weight: Expr, whole: Expr) -> Expr:
     """Return bytes that are cut from a ZeRO stage on, and `whole` per weight before."""
-    cut = per_weight * (
-        dense_weights() / zero_group + local_expert_weights() / _expert_group()
-    )
+    cut = per_weight * (dense_weights() / zero_group + local_expert_weights() / _expert_group())
     full = whole * (dense_weights() + local_expert_weights())
     return Select(AtLeast(zero_stage, stage), cut, full)
 
