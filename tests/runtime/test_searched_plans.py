@@ -1,0 +1,119 @@
+"""Whatever the search offers for the native runtime runs: plans drawn from it, lowered and run."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from costmodels.hardware import make_cluster
+from costmodels.job import Precision, TrainingJob
+from costmodels.model import ModelSpec
+from costmodels.profile_toml import read_profile
+from planner.constraints import Constraints
+from planner.search import search
+from runtime.executor import Executor
+from runtime.initialise import normal_initialiser
+from runtime.launch import run_ranks
+from runtime.lower import lower_graph, program_of
+from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.program import materialise
+from runtime.zero import ShardedStates
+
+MODELS = [
+    ModelSpec(
+        name="small-llama",
+        architecture="llama",
+        hidden_size=32,
+        num_layers=4,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_hidden_size=48,
+        vocab_size=61,
+        training_seq_len=16,
+    ),
+    ModelSpec(
+        name="small-gpt2",
+        architecture="gpt2",
+        hidden_size=32,
+        num_layers=6,
+        num_attention_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        ffn_hidden_size=64,
+        vocab_size=61,
+        training_seq_len=16,
+        gated_ffn=False,
+        activation="gelu_new",
+        norm="layernorm",
+        tied_embeddings=True,
+        num_position_embeddings=16,
+        rope_theta=None,
+        qkv_bias=True,
+        attention_output_bias=True,
+        ffn_bias=True,
+    ),
+]
+# What narrows each search, so that the drawn plans differ: one axis at a time, and none.
+NARROWED = [
+    Constraints(),
+    Constraints(tensor_parallel=(2, 4)),
+    Constraints(pipeline_parallel=(2, 4)),
+    Constraints(zero_stage=(3,)),
+    Constraints(stages_per_rank=(2,)),
+]
+
+
+def drawn(model, num_ranks):
+    """Return searched layouts of a model, one for each way to narrow the search."""
+    job = TrainingJob(seq_len=16, global_batch_size=16, precision=Precision.FP32)
+    cluster = make_cluster(read_profile("cpu-gloo"), num_ranks)
+    found = []
+    for constraints in NARROWED:
+        result = search(model, job, cluster, replace(constraints, runnable=True), top=3)
+        found += [judged.layout for judged in result.plans[-1:]]
+    return job, found
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_plans_drawn_from_the_search_run_and_learn(model, num_ranks):
+    job, layouts = drawn(model, num_ranks)
+    assert len(layouts) == len(NARROWED)
+    graphs = [lower_graph(model, job, layout) for layout in layouts]
+
+    def work(world):
+        return [losses(world, model, job, *case) for case in zip(layouts, graphs, strict=True)]
+
+    results = run_ranks(work, num_ranks, timeout=300)
+    for rank in results[1:]:
+        assert rank == results[0]
+    for layout, (first, *_, last) in zip(layouts, results[0], strict=True):
+        assert first == pytest.approx(math.log(model.vocab_size), abs=0.2), layout
+        assert last < first - 0.1, layout
+    # Same seed, same data: all layouts tell one story.
+    for other in results[0][1:]:
+        assert other == pytest.approx(results[0][0], abs=1e-3)
+
+
+def losses(world, model, job, layout, graph):
+    """Train a few steps on one repeated batch."""
+    mesh = world.mesh(layout)
+    program = program_of(graph, layout, mesh)
+    materialise(program, normal_initialiser(0, model.num_layers, world.device))
+    states = ShardedStates(program, mesh, precisions(job))
+    executor = Executor(program, mesh, states)
+    optimizer = ShardedOptimizer(states, OptimizerSettings(learning_rate=0.02))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, model.vocab_size, (16, 17), generator=generator)
+    own = tokens.chunk(layout.data_parallel)[mesh.coordinate("dp")]
+    batch = [
+        {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+        for rows in own.split(layout.micro_batch_size)
+    ]
+    found = []
+    for step in range(5):
+        found.append(round(executor.run(batch).item(), 6))
+        optimizer.step(step)
+    return found
