@@ -14,7 +14,7 @@ number k or all that it has.
     every_layer    edges ascend by at least one: each layer is on exactly one stage, none is empty
     memory         held[s] + sum of holds[s][kind i] - saved[s] * redone[s] <= capacity
     beats          score <= cutoff
-    new            no split that is named in `excluded` comes back
+    new            no split that is named in `excluded` comes back, whatever its k
 
 Sums over a stage are differences of prefix sums: linear where all layers are of one kind, element
 constraints else. The solver is bounded by deterministic time alone, runs one worker with a fixed
@@ -157,12 +157,11 @@ def _memory(model: cp_model.CpModel, problem: StageProblem, variables: _Variable
 
 
 def _new(model: cp_model.CpModel, problem: StageProblem, variables: _Variables) -> None:
-    for number, (split, recomputed) in enumerate(problem.excluded):
+    for number, split in enumerate(problem.excluded):
         differs: list[cp_model.IntVar] = []
         inner = list(accumulate(split))[:-1]
         for edge, value in zip(variables.edges[1:-1], inner, strict=True):
             differs.append(_differs(model, edge, value, f"new_{number}_{len(differs)}"))
-        differs.append(_differs(model, variables.recomputed, recomputed, f"new_{number}_k"))
         model.add_bool_or(differs)
 
 

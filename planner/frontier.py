@@ -79,9 +79,7 @@ class Frontier:
     def start(self) -> None:
         """Unfold the cells of the space."""
         cells = unfold(self.space, root(self.space), "context_parallel_type")
-        nothing = np.zeros(len(cells.table))
-        bound = self.costs.open_seconds(cells.table, nothing, schedule_is_open=True)
-        self._add(Level.CELLS, cells, bound)
+        self._add(Level.CELLS, cells, self._open_seconds(cells.table, schedule_is_open=True))
 
     def pop(self, cutoff: float) -> tuple[float, LayoutTable] | None:
         """Return the complete layout with the smallest bound, as a table of one row.
@@ -120,8 +118,7 @@ class Frontier:
         """Replace a block of rows by what they unfold into, below the cutoff."""
         if level is Level.CELLS:
             below = unfold(self.space, block, "stages_per_rank")
-            nothing = np.zeros(len(below.table))
-            seconds = self.costs.open_seconds(below.table, nothing, schedule_is_open=False)
+            seconds = self._open_seconds(below.table, schedule_is_open=False)
         elif level is Level.SCHEDULES:
             below = block
             needed = self._least_recomputed(block.table)
@@ -137,6 +134,12 @@ class Frontier:
         if len(keep):
             kept = replace(below, table=below.table.take(keep))
             self._add(Level(level + 1), kept, np.maximum(seconds[keep], bound[0]))
+
+    def _open_seconds(self, table: LayoutTable, *, schedule_is_open: bool) -> Values:
+        nothing = np.zeros(len(table))
+        if not len(table):
+            return nothing
+        return self.costs.open_seconds(table, nothing, schedule_is_open=schedule_is_open)
 
     def _least_recomputed(self, table: LayoutTable) -> Values:
         """Return layers per stage that every fitting completion recomputes in full; inf: none fits.
@@ -182,6 +185,8 @@ class Frontier:
     def _complete_seconds(self, table: LayoutTable, cutoff: float) -> Values:
         """Return the bound of complete layouts; inf where no split fits."""
         seconds = np.full(len(table), inf)
+        if not len(table):
+            return seconds
         few = self._smallest_stages(table)
         fits = np.flatnonzero(self.costs.memory_bound(table, few) <= self.limit)
         if len(fits):

@@ -91,6 +91,7 @@ def search(
     constraints: Constraints = FREE,
     *,
     top: int = TOP,
+    only_fitting: bool = False,
 ) -> SearchResult:
     """Return the fastest layouts that fit, with what is proved of them.
 
@@ -100,6 +101,7 @@ def search(
         cluster: The machine.
         constraints: What the user fixed.
         top: How many distinct layouts to prove and return.
+        only_fitting: Do not look for layouts at risk where none fits.
 
     Returns:
         Layouts that fit, ranked by predicted speed; where none fits, those at risk.
@@ -109,7 +111,7 @@ def search(
     costs = ModelCosts(model=model, job=job, cluster=cluster)
     counted = census(space)
     found = explore(space, costs, constraints, share_allowed(constraints), top)
-    if not found.incumbents and constraints.max_memory_fraction is None:
+    if not found.incumbents and not only_fitting and constraints.max_memory_fraction is None:
         found = explore(space, costs, constraints, 1.0, top)
     proved = bool(found.incumbents) and found.bound >= found.incumbents[0].seconds
     status = ("optimal" if proved else "feasible") if found.incumbents else "infeasible"

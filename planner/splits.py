@@ -138,16 +138,17 @@ def _solved(
         layers = stated.recompute_layers
         problem = replace(problem, least_recomputed=layers, most_recomputed=layers)
     best, seconds, bound = None, inf, inf
-    known: list[tuple[tuple[int, ...], int]] = []
+    known: list[tuple[int, ...]] = []
     for _ in range(MOST_ANSWERS):
         interesting = scored.score(min(cutoff, seconds))
         answer = solve(replace(problem, cutoff=interesting, excluded=tuple(known)))
         bound = min(scored.seconds(answer.bound), seconds)
         if not answer.layers_per_stage or bound >= min(cutoff, seconds):
             break
-        known.append((answer.layers_per_stage, answer.recomputed))
-        candidate = _as_layout(layout, answer.layers_per_stage, answer.recomputed)
-        if not limits.hold(costs.memory(candidate)):
+        known.append(answer.layers_per_stage)
+        given = replace(layout, layers_per_stage=answer.layers_per_stage)
+        candidate = _fitting(costs, given, limits, stated)
+        if candidate is None:
             continue
         exact = costs.seconds(candidate)
         if exact < seconds:
@@ -156,9 +157,3 @@ def _solved(
         bound = min(bound, seconds)
     closest = best or _leanest(layout, stated)
     return Outcome(layout=best, seconds=seconds, closest=closest, bound=bound, num_exact=len(known))
-
-
-def _as_layout(layout: Layout, split: tuple[int, ...], recomputed: int) -> Layout:
-    """Return a layout with the solver's answer; recomputing all of every stage is the number 0."""
-    everything = recomputed >= max(split)
-    return replace(layout, layers_per_stage=split, recompute_layers=0 if everything else recomputed)

@@ -49,7 +49,7 @@ class StageProblem:
         most_recomputed: Largest k.
         cutoff: Scores above this are of no interest.
         hint: Layers per stage to start from.
-        excluded: Answers already known: layers per stage and k.
+        excluded: Splits that are known already.
 
     """
 
@@ -65,7 +65,7 @@ class StageProblem:
     most_recomputed: int = 0
     cutoff: int | None = None
     hint: tuple[int, ...] = ()
-    excluded: tuple[tuple[tuple[int, ...], int], ...] = ()
+    excluded: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:

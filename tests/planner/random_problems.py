@@ -1,0 +1,243 @@
+"""Small random search problems, and a twin that answers them by trying everything.
+
+The twin shares no code with the search: it writes out every layout by nested loops, every split
+of the layers by cutting, and ranks by `judge`'s full value and memory.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from costmodels.hardware import Cluster, make_cluster
+from costmodels.job import Optimizer, Target, TrainingJob
+from costmodels.layout import ContextParallelType, Layout, Offload, Recompute, Schedule
+from costmodels.memory import estimate_memory
+from costmodels.model import MixtureOfExperts, ModelSpec
+from costmodels.profile_toml import read_profile
+from planner.constraints import Constraints
+from planner.judge import Judgement, Verdict, judge, memory_verdict
+from planner.rules import violations
+
+ORDERS = (
+    ("tp", "cp", "dp", "pp"),
+    ("tp", "cp", "pp", "dp"),
+    ("tp", "dp", "cp", "pp"),
+    ("tp", "dp", "pp", "cp"),
+    ("tp", "pp", "cp", "dp"),
+    ("tp", "pp", "dp", "cp"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    constraints: Constraints
+
+
+def random_problem(seed: int) -> Problem:
+    """A dense or expert model of few layers on 1 to 8 GPUs, memory from ample to hopeless."""
+    rng = random.Random(seed)
+    gpus = rng.choice([1, 2, 2, 3, 4, 4, 4, 6, 8, 8])
+    node = rng.choice([n for n in (1, 2, 3, 4, 8) if gpus % n == 0 and n <= gpus])
+    memory = rng.choice([3, 4, 5, 6, 8, 12, 24, 80])
+    profile = read_profile("h100-sxm-80gb", (f"device.memory_gib={memory}",))
+    offload: tuple[tuple[Offload, ...], ...] = rng.choice(
+        [((),), ((),), ((), (Offload.OPTIMIZER,)), ((Offload.OPTIMIZER, Offload.PARAMETERS), ())]
+    )
+    two = lambda *choices: tuple(rng.sample(choices, 2))  # noqa: E731
+    constraints = Constraints(
+        context_parallel=rng.choice([(1,), (1,), (1, 2), None]),
+        context_parallel_type=(rng.choice(list(ContextParallelType)),),
+        sequence_parallel=rng.choice([(True,), (True,), (False,), (True, False)]),
+        expert_tensor_parallel=rng.choice([(1,), (1,), (1, 2)]),
+        micro_batch_size=rng.choice([(1,), (1,), (1, 2), (2,)]),
+        zero_stage=rng.choice([(0,), (1,), (2,), (3,), two(0, 1, 2, 3)]),
+        schedule=two(*Schedule),
+        stages_per_rank=rng.choice([None, (1,), (1, 2), (1, 2, 3)]),
+        recompute=rng.choice([(Recompute.FULL,), (Recompute.NONE,), two(*Recompute)]),
+        rank_order=rng.choice([None, (ORDERS[0],), (ORDERS[0],), (ORDERS[0], ORDERS[4])]),
+        offload=offload,
+    )
+    return Problem(
+        model=_model(rng),
+        job=TrainingJob(
+            seq_len=rng.choice([512, 1024, 2048]),
+            global_batch_size=rng.choice([2, 4, 6, 8, 12]),
+            target=rng.choice([Target.NATIVE, Target.NATIVE, Target.MEGATRON, Target.TORCHTITAN]),
+            optimizer=rng.choice([Optimizer.ADAMW, Optimizer.SGD]),
+        ),
+        cluster=make_cluster(profile, gpus, node),
+        constraints=constraints,
+    )
+
+
+def _model(rng: random.Random) -> ModelSpec:
+    hidden = rng.choice([1024, 2048])
+    layers = rng.randint(2, 6)
+    moe = None
+    if rng.random() < 0.4:
+        moe = MixtureOfExperts(
+            num_experts=rng.choice([4, 8]),
+            experts_per_token=2,
+            ffn_hidden_size=hidden,
+            shared_ffn_hidden_size=rng.choice([0, hidden]),
+            num_dense_layers=rng.randint(0, 2),
+        )
+    return ModelSpec(
+        name="random",
+        architecture="mixtral" if moe else "llama",
+        hidden_size=hidden,
+        num_layers=layers,
+        num_attention_heads=hidden // 128,
+        num_kv_heads=rng.choice([2, 4, hidden // 128]),
+        head_dim=128,
+        ffn_hidden_size=rng.choice([2, 4]) * hidden,
+        vocab_size=rng.choice([1000, 32000, 128000]),
+        training_seq_len=4096,
+        tied_embeddings=rng.random() < 0.3,
+        moe=moe,
+    )
+
+
+def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut layers into stages of at least one."""
+    for inner in combinations(range(1, layers), stages - 1):
+        edges = (0, *inner, layers)
+        yield tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Short stages at the ends, the last first: 7 layers in 4 stages are 2, 2, 2, 1."""
+    base, extra = divmod(layers, stages)
+    short = stages - extra
+    first = short // 2
+    last = short - first
+    return (base,) * first + (base + 1,) * extra + (base,) * last if extra else (base,) * stages
+
+
+def _choices(value, free):
+    return free if value is None else value
+
+
+def layouts(problem: Problem) -> Iterator[Layout]:
+    """Every layout of the problem's space, legal or not, each under one name."""
+    asked, gpus = problem.constraints, problem.cluster.num_gpus
+    numbers = range(1, gpus + 1)
+    free_stages = asked.stages_per_rank is None
+    experts = numbers if problem.model.moe else (1,)
+    for tp, pp, cp, mbs, sp, schedule, vpp, zero, order, recompute, offload in product(
+        numbers,
+        numbers,
+        _choices(asked.context_parallel, numbers),
+        asked.micro_batch_size,
+        asked.sequence_parallel,
+        asked.schedule,
+        _choices(asked.stages_per_rank, range(1, 13)),
+        asked.zero_stage,
+        _choices(asked.rank_order, ORDERS),
+        _choices(asked.recompute, tuple(Recompute)),
+        asked.offload,
+    ):
+        if gpus % (tp * pp * cp) or (tp == 1 and sp and len(asked.sequence_parallel) == 2):
+            continue
+        dp = gpus // (tp * pp * cp)
+        if dp * cp == 1 and zero != asked.zero_stage[0]:
+            continue
+        plain = (
+            Schedule.ONE_F_ONE_B if Schedule.ONE_F_ONE_B in asked.schedule else asked.schedule[0]
+        )
+        if pp == 1 and schedule is not plain:
+            continue
+        layers = problem.model.num_layers
+        if pp * vpp > layers or problem.job.global_batch_size % (dp * mbs):
+            continue
+        uneven = layers % (pp * vpp) != 0 and not (vpp == 2 and layers % pp)
+        if free_stages and vpp > 1 and uneven:
+            continue
+        tiny = cp > 1 and problem.job.seq_len < 256 * cp and asked.context_parallel is None
+        if tiny:
+            continue
+        for ep, etp in product(
+            experts, asked.expert_tensor_parallel if problem.model.moe else (1,)
+        ):
+            for group in _groups(problem, tp, dp, cp, zero):
+                yield Layout(
+                    data_parallel=dp,
+                    tensor_parallel=tp,
+                    pipeline_parallel=pp,
+                    context_parallel=cp,
+                    expert_parallel=ep,
+                    expert_tensor_parallel=etp,
+                    zero_stage=zero,
+                    zero_group=group,
+                    micro_batch_size=mbs,
+                    num_micro_batches=problem.job.global_batch_size // (dp * mbs),
+                    stages_per_rank=vpp,
+                    schedule=schedule,
+                    recompute=recompute,
+                    sequence_parallel=sp and tp > 1,
+                    context_parallel_type=asked.context_parallel_type[0],
+                    offload=offload,
+                    layers_per_stage=even(layers, pp * vpp),
+                    rank_order=order,
+                )
+
+
+def _groups(problem: Problem, tp: int, dp: int, cp: int, zero: int) -> set[int]:
+    """The whole data group, or its part inside one node."""
+    node = min(problem.cluster.scale_up_size, problem.cluster.num_gpus)
+    near = min(max(node // tp, 1), cp)
+    inside = near * min(max(node // (tp * cp), 1), dp)
+    domain = {inside} if zero and 1 < inside < dp * cp else set()
+    return {dp * cp} | domain
+
+
+def answers(problem: Problem) -> dict[tuple[object, ...], Judgement]:
+    """The fastest layout that fits of each distinct kind, by trying all."""
+    best: dict[tuple[object, ...], Judgement] = {}
+    inputs = (problem.model, problem.job, problem.cluster)
+    for plain in layouts(problem):
+        if violations(*inputs, plain):
+            continue  # legality does not depend on the split
+        for layout in _with_splits(problem.model.num_layers, plain):
+            if memory_verdict(estimate_memory(*inputs, layout), problem.cluster) != "fits":
+                continue
+            said = judge(*inputs, layout)
+            assert said.verdict is Verdict.FITS
+            key = kind_of(layout)
+            if key not in best or seconds(said) < seconds(best[key]):
+                best[key] = said
+    return best
+
+
+def _with_splits(layers: int, plain: Layout) -> Iterator[Layout]:
+    free = plain.stages_per_rank == 1 and plain.pipeline_parallel > 1
+    splits = cuts(layers, plain.num_stages) if free else (plain.layers_per_stage,)
+    for split in splits:
+        counts = range(max(split)) if plain.recompute is Recompute.FULL else (0,)
+        for count in counts:
+            fields = {name: getattr(plain, name) for name in Layout.__dataclass_fields__}
+            yield Layout(**fields | {"layers_per_stage": split, "recompute_layers": count})
+
+
+def kind_of(layout: Layout) -> tuple[object, ...]:
+    """What makes two layouts different plans."""
+    return (
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.context_parallel,
+        layout.expert_parallel,
+        layout.expert_tensor_parallel,
+        layout.micro_batch_size,
+        layout.zero_stage,
+        layout.schedule,
+        layout.stages_per_rank,
+    )
+
+
+def seconds(said: Judgement) -> float:
+    assert said.time is not None
+    return said.time.step_seconds

@@ -1,0 +1,36 @@
+"""The search against a twin that tries every layout, every split and every recomputed layer."""
+
+import pytest
+from random_problems import answers, random_problem, seconds
+
+from planner.search import search
+
+TOP = 4
+
+
+def agree(seed):
+    """Compare; return whether anything fits."""
+    problem = random_problem(seed)
+    expected = sorted(seconds(said) for said in answers(problem).values())[:TOP]
+    found = search(
+        problem.model, problem.job, problem.cluster, problem.constraints, top=TOP, only_fitting=True
+    )
+    got = [seconds(said) for said in found.plans]
+    assert got == pytest.approx(expected, rel=1e-9), seed
+    assert found.status == ("optimal" if expected else "infeasible"), seed
+    if expected:
+        assert found.bound_seconds <= expected[0] * (1 + 1e-9)
+    return bool(expected)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_search_agrees_with_trying_everything(block):
+    fitting = [agree(seed) for seed in range(20 * block, 20 * block + 20)]
+    assert any(fitting)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("block", range(100))
+def test_search_agrees_with_trying_everything_on_2000_problems(block):
+    for seed in range(1000 + 20 * block, 1020 + 20 * block):
+        agree(seed)
