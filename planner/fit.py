@@ -43,6 +43,8 @@ PULL = 0.02  # chosen: against 1 per family; matters only where few runs tell
 STEP = 0.02  # of ln c in a difference; chosen: above the kinks of ceil and max
 ROUNDS = 3  # chosen: later ones move no constant by more than its uncertainty
 REWEIGHTINGS = 20
+# Fitted elsewhere: constants of the memory model (costmodels/framework_memory.py).
+OF_MEMORY = frozenset({"fragmentation_fraction", "cached_fraction"})
 # Constants that one fitted constant scales along, because no run tells them apart.
 FOLLOWERS = {"attention_forward": "attention_backward"}
 
@@ -120,7 +122,7 @@ def fitted_parameters(generations: Sequence[str]) -> tuple[Parameter, ...]:
         )
         for generation in (COMMON, *sorted(generations))
         for name, entry in own_constants(generation).items()
-        if entry.kind == "fitted" and name not in FOLLOWERS.values()
+        if entry.kind == "fitted" and name not in OF_MEMORY and name not in FOLLOWERS.values()
     )
 
 

@@ -1,0 +1,185 @@
+"""The step as a whole: identities, limits and directions that must hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.estimate import estimate_time, stage_costs
+from costmodels.hardware import make_cluster
+from costmodels.job import Precision, Switches, Target, TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.parameters import model_flops_per_token
+from costmodels.profile_toml import read_profile
+from planner.presets import read_model
+
+LLAMA = read_model("llama-3.1-8b")
+MIXTRAL = read_model("mixtral-8x7b")
+H100 = read_profile("h100-sxm-80gb")
+JOB = TrainingJob(seq_len=4096, global_batch_size=64)
+
+
+def layout(model=LLAMA, **settings):
+    degrees = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    stages = settings.get("pipeline_parallel", 1) * settings.get("stages_per_rank", 1)
+    shards = settings.get("data_parallel", 1) * settings.get("context_parallel", 1)
+    base = {
+        "layers_per_stage": split_layers(model.num_layers, stages),
+        "zero_group": shards,
+        "num_micro_batches": 64
+        // settings.get("data_parallel", 1)
+        // settings.get("micro_batch_size", 1),
+    }
+    assert all(settings.get(name, 1) >= 1 for name in degrees)
+    return Layout(**(base | settings))
+
+
+def seconds(model=LLAMA, job=JOB, profile=H100, gpus=8, **settings):
+    cluster = make_cluster(profile, gpus)
+    return estimate_time(model, job, cluster, layout(model, **settings)).step_seconds
+
+
+def test_exposed_seconds_of_the_terms_sum_to_the_step():
+    cluster = make_cluster(H100, 16)
+    time = estimate_time(
+        LLAMA,
+        JOB,
+        cluster,
+        layout(tensor_parallel=2, pipeline_parallel=4, data_parallel=2, zero_stage=1),
+    )
+    assert time.step_seconds == pytest.approx(sum(t.exposed_seconds for t in time.terms))
+    assert all(term.exposed_seconds >= 0 for term in time.terms)
+
+
+def test_tokens_flops_and_mfu_agree():
+    time = estimate_time(LLAMA, JOB, make_cluster(H100, 8), layout(data_parallel=8, zero_stage=3))
+    assert time.tokens_per_second_per_gpu * time.step_seconds * 8 == pytest.approx(4096 * 64)
+    flops = model_flops_per_token(LLAMA, 4096) * time.tokens_per_second_per_gpu
+    assert time.flops_per_gpu == pytest.approx(flops)
+    assert time.mfu == pytest.approx(flops / 989.4e12)
+
+
+def test_no_layout_computes_faster_than_the_peak():
+    assert seconds(data_parallel=8, zero_stage=3) > (
+        model_flops_per_token(LLAMA, 4096) * 4096 * 64 / 8 / 989.4e12
+    )
+
+
+@pytest.mark.parametrize(("num_micro_batches", "bubble"), [(16, 3 / 19), (64, 3 / 67)])
+def test_bubble_of_equal_stages_is_the_closed_form(num_micro_batches, bubble):
+    # Embedding and head weigh little beside 24 layers of this width.
+    model = replace(LLAMA, vocab_size=1024, num_layers=48, hidden_size=8192)
+    time = estimate_time(
+        model,
+        replace(JOB, global_batch_size=num_micro_batches),
+        make_cluster(H100, 4),
+        layout(model, pipeline_parallel=4, num_micro_batches=num_micro_batches),
+    )
+    assert time.bubble_fraction == pytest.approx(bubble, rel=0.15)
+
+
+def test_interleaving_shrinks_the_bubble():
+    plain = seconds(gpus=4, pipeline_parallel=4)
+    woven = seconds(gpus=4, pipeline_parallel=4, stages_per_rank=2, schedule=Schedule.INTERLEAVED)
+    assert woven < plain
+
+
+def test_recomputation_costs_less_than_a_whole_forward():
+    none = seconds(data_parallel=8, zero_stage=3)
+    full = seconds(data_parallel=8, zero_stage=3, recompute=Recompute.FULL)
+    some = seconds(data_parallel=8, zero_stage=3, recompute=Recompute.FULL, recompute_layers=8)
+    assert none < some < full < 1.36 * none
+
+
+def test_selective_recomputation_of_flash_attention_costs_a_little():
+    none = seconds(data_parallel=8, zero_stage=3)
+    selective = seconds(data_parallel=8, zero_stage=3, recompute=Recompute.SELECTIVE)
+    assert none < selective < 1.1 * none
+
+
+def test_fp8_is_faster_but_not_twice():
+    wide = seconds(data_parallel=8, zero_stage=3)
+    narrow = seconds(job=replace(JOB, precision=Precision.FP8), data_parallel=8, zero_stage=3)
+    assert 1.1 < wide / narrow < 1.9
+
+
+def test_unfused_attention_is_slower_and_more_so_on_long_sequences():
+    ratios = []
+    for seq_len in (2048, 8192):
+        job = replace(JOB, seq_len=seq_len)
+        fused = seconds(job=job, data_parallel=8)
+        ratios.append(seconds(job=replace(job, flash_attention=False), data_parallel=8) / fused)
+    assert 1.0 < ratios[0] < ratios[1]
+
+
+def test_a_faster_network_never_slows_a_step():
+    slow = read_profile("h100-sxm-80gb", ("links.inter_node.gb_per_s=5",))
+    settings = {"gpus": 32, "data_parallel": 32, "zero_stage": 3, "num_micro_batches": 2}
+    assert seconds(profile=H100, **settings) < seconds(profile=slow, **settings)
+
+
+def test_a_power_limited_part_is_slower_by_less_than_its_power():
+    limited = read_profile("h100-sxm-80gb", ("device.power_watts=500",))
+    ratio = seconds(profile=limited, data_parallel=8) / seconds(data_parallel=8)
+    assert 1.02 < ratio < 700 / 500
+
+
+def test_cards_without_peer_access_pay_for_staging():
+    card = read_profile("rtx4090-24gb")
+    small = replace(LLAMA, num_layers=4)
+    settings = {"model": small, "profile": card, "data_parallel": 8, "num_micro_batches": 1}
+    job = replace(JOB, global_batch_size=8)
+    alone = seconds(small, replace(JOB, global_batch_size=1), card, 1, num_micro_batches=1)
+    assert seconds(job=job, **settings) > 1.1 * alone
+
+
+def test_experts_over_the_network_cost_more_than_within_a_node():
+    job = replace(JOB, target=Target.MEGATRON)
+    cut = replace(MIXTRAL, moe=replace(MIXTRAL.moe, num_experts=32))
+
+    def dispatch(expert_parallel):
+        spread = layout(cut, data_parallel=32, expert_parallel=expert_parallel)
+        terms = estimate_time(cut, job, make_cluster(H100, 32), spread).terms
+        return sum(term.exposed_seconds for term in terms if term.name == "ep_dispatch")
+
+    # Half of the copies leave the node over ports that are nine times slower than NVLink.
+    assert dispatch(32) > 4 * dispatch(8)
+
+
+def test_a_dispatcher_that_sends_once_per_node_is_faster_across_nodes():
+    cut = replace(MIXTRAL, moe=replace(MIXTRAL.moe, num_experts=32, experts_per_token=8))
+    job = replace(JOB, target=Target.MEGATRON)
+    settings = {"data_parallel": 32, "num_micro_batches": 2, "gpus": 32, "expert_parallel": 32}
+    plain = seconds(cut, job, **settings)
+    once = seconds(cut, replace(job, switches=Switches(expert_dispatch="deepep")), **settings)
+    assert once < plain
+
+
+def test_layers_that_do_not_divide_pace_the_pipeline():
+    even = seconds(gpus=4, pipeline_parallel=4)
+    skewed = seconds(gpus=4, pipeline_parallel=4, layers_per_stage=(5, 5, 5, 17))
+    assert skewed > 1.5 * even
+
+
+def test_stage_costs_rebuild_the_work_of_a_rank():
+    spread = layout(pipeline_parallel=4, recompute=Recompute.FULL)
+    cluster = make_cluster(H100, 4)
+    costs = stage_costs(LLAMA, JOB, cluster, spread)
+    layer = costs.layer(LLAMA.layer_kind(0))
+    time = estimate_time(LLAMA, JOB, cluster, spread)
+    middle = 64 * 8 * (layer.forward + layer.backward + layer.recompute)
+    busy = (1 - time.bubble_fraction) * time.step_seconds
+    assert middle == pytest.approx(busy, rel=0.1)
+
+
+def test_interval_holds_the_estimate():
+    time = estimate_time(LLAMA, JOB, make_cluster(H100, 8), layout(data_parallel=8))
+    assert time.interval[0] < time.step_seconds < time.interval[1]
+
+
+def test_a_precision_that_the_part_lacks_is_refused():
+    with pytest.raises(ValueError, match="fp8"):
+        seconds(
+            profile=read_profile("a100-sxm-80gb"),
+            job=replace(JOB, precision=Precision.FP8),
+            data_parallel=8,
+        )
