@@ -27,7 +27,7 @@ from runtime.executor import Executor
 from runtime.lower import program_of
 from runtime.mesh import Mesh, World
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.program import Batch, ParameterShard, materialise
+from runtime.program import BATCH_FIELDS, Batch, ParameterShard, materialise
 from runtime.trackers import Message, Tracker
 from runtime.zero import ShardedStates
 
@@ -42,7 +42,7 @@ class RankRun:
     Attributes:
         rank: Global rank.
         flops: Executed, recomputation included.
-        num_bytes: By group of ranks.
+        num_bytes: By axis of the mesh (`mesh.GROUP_AXES`).
         peak: Bytes of live storage at the highest point, states included.
         messages: Of the shortest step that was run, in order.
 
@@ -50,7 +50,7 @@ class RankRun:
 
     rank: int
     flops: int
-    num_bytes: Counter[tuple[int, ...]]
+    num_bytes: Counter[str]
     peak: int
     messages: tuple[Message, ...]
 
@@ -58,7 +58,7 @@ class RankRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     flops: int
-    num_bytes: Counter[tuple[int, ...]]
+    num_bytes: Counter[str]
     peak: int
     messages: tuple[Message, ...]
 
@@ -83,8 +83,8 @@ def dry_run(lowered: GraphModule, job: TrainingJob, layout: Layout, rank: int) -
     repeats, remainder = divmod(layout.num_micro_batches - second, max(second - first, 1))
     assert remainder == 0, f"{layout.num_micro_batches} micro-batches do not follow from {second}"
     num_bytes = {
-        ranks: count + repeats * (count - short.num_bytes[ranks])
-        for ranks, count in long.num_bytes.items()
+        axis: count + repeats * (count - short.num_bytes[axis])
+        for axis, count in long.num_bytes.items()
     }
     return RankRun(
         rank=rank,
@@ -110,7 +110,8 @@ def _fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
         raise RuntimeError("a dry run needs torch.distributed for itself; it is already in use")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.num_gpus)
     try:
-        yield World(torch.device("cpu"), timedelta(seconds=10)).mesh(layout)
+        world = World(torch.device("cpu"), timedelta(seconds=10), shares_groups=False)
+        yield world.mesh(layout)
     finally:
         dist.destroy_process_group()
 
@@ -137,14 +138,17 @@ def _run_steps(
             tracker.reset_peak()
             Executor(replace(program, actions=actions), mesh, states).run(batches)
             optimizer.step(0)
-            steps.append(_read(tracker))
+            steps.append(_read(tracker, mesh))
     return steps
 
 
-def _read(tracker: Tracker) -> _Step:
+def _read(tracker: Tracker, mesh: Mesh) -> _Step:
+    groups = [group for group in mesh.groups.values() if group.handle is not None]
+    names = {str(group.handle.group_name): group.axis for group in groups}
+    by_group = tracker.bytes_by_group()
     return _Step(
         flops=tracker.flops,
-        num_bytes=tracker.bytes_by_ranks(),
+        num_bytes=Counter({names[group]: count for group, count in by_group.items()}),
         peak=tracker.peak,
         messages=tuple(tracker.messages),
     )
@@ -165,4 +169,5 @@ def _create_optimizer_states(optimizer: ShardedOptimizer) -> None:
 
 def _batch(job: TrainingJob, layout: Layout) -> Batch:
     shape = (layout.micro_batch_size, job.seq_len // layout.context_parallel)
-    return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+    fields = ("input_ids", "labels") if layout.context_parallel == 1 else BATCH_FIELDS
+    return {name: torch.zeros(shape, dtype=torch.long) for name in fields}

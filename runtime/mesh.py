@@ -198,11 +198,17 @@ class World:
     """This process among all of a job, and the process groups made so far.
 
     Groups are kept by their ranks: axes that span the same ranks share one communicator, and so
-    do the meshes of several layouts in one job.
+    do the meshes of several layouts in one job. A dry run, which wants to know on which axis bytes
+    travel, gives each axis its own.
     """
 
     def __init__(
-        self, device: torch.device, timeout: timedelta, store: Store | None = None
+        self,
+        device: torch.device,
+        timeout: timedelta,
+        store: Store | None = None,
+        *,
+        shares_groups: bool = True,
     ) -> None:
         """Wrap torch's default process group, which `join` or the caller has initialised."""
         self.store = store
@@ -213,7 +219,8 @@ class World:
         self._timeout = timeout
         everybody = dist.group.WORLD
         assert everybody is not None
-        self._handles = {tuple(range(self.size)): everybody}
+        self._shares_groups = shares_groups
+        self._handles = {self._key(tuple(range(self.size)), "world"): everybody}
 
     def second_store(self) -> Store:
         """Return a connection of its own to the job's store, for another thread."""
@@ -252,8 +259,11 @@ class World:
             ranks=ranks,
             index=ranks.index(self.rank),
             backend="none" if alone else self.backend,
-            handle=None if alone else self._handles[ranks],
+            handle=None if alone else self._handles[self._key(ranks, axis)],
         )
+
+    def _key(self, ranks: tuple[int, ...], axis: str) -> tuple[tuple[int, ...], str]:
+        return ranks, "" if self._shares_groups else axis
 
     def _create(self, layout: Layout, axis: str, own: tuple[int, ...]) -> None:
         """Create the groups along an axis that are not there yet.
@@ -265,8 +275,9 @@ class World:
         """
         is_fake = self.backend == "fake"
         for ranks in [own] if is_fake else partition(layout, axis):
-            if len(ranks) > 1 and ranks not in self._handles:
-                self._handles[ranks] = dist.new_group(
+            key = self._key(ranks, axis)
+            if len(ranks) > 1 and key not in self._handles:
+                self._handles[key] = dist.new_group(
                     list(ranks), timeout=self._timeout, use_local_synchronization=is_fake
                 )
 

@@ -40,6 +40,7 @@ class Message:
     Attributes:
         operation: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive".
         ranks: Global ranks of the group.
+        group: torch's name of the group.
         num_bytes: Of the whole tensor (output of a gather, input of a scatter or reduction), or
             of what is sent.
         peer: The other side of a transfer, -1 for collectives.
@@ -53,6 +54,7 @@ class Message:
     num_elements: int
     peer: int = -1
     tag: int = 0
+    group: str = ""
 
 
 class Tracker(TorchDispatchMode):
@@ -113,12 +115,12 @@ class Tracker(TorchDispatchMode):
         """Look for the highest point from here on."""
         self.peak = self.live
 
-    def bytes_by_ranks(self) -> Counter[tuple[int, ...]]:
-        """Return bytes per group, without receives and single numbers (losses, norms)."""
-        total: Counter[tuple[int, ...]] = Counter()
+    def bytes_by_group(self) -> Counter[str]:
+        """Return bytes per group's name, without receives and single numbers (losses, norms)."""
+        total: Counter[str] = Counter()
         for message in self.messages:
             if message.operation != "receive" and message.num_elements > 1:
-                total[message.ranks] += message.num_bytes
+                total[message.group] += message.num_bytes
         return total
 
     def _grow(self, size: int) -> None:
@@ -166,6 +168,7 @@ def _flash_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: An
 
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.mm.default: _product,
+    _aten.mm.out: _product,
     _aten.bmm.default: _product,
     _aten.addmm.default: lambda bias, a, b, *_: _product(a, b),  # noqa: ARG005
     _aten.baddbmm.default: lambda bias, a, b, *_: _product(a, b),  # noqa: ARG005
@@ -181,6 +184,10 @@ def _ranks(group: Any) -> tuple[int, ...]:  # noqa: ANN401 (a boxed process grou
     return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
 
 
+def _name(group: Any) -> str:  # noqa: ANN401 (a boxed process group)
+    return str(dist.ProcessGroup.unbox(group).group_name)
+
+
 def _collective(operation: str, tensors: Sequence[Tensor], group: Any) -> Message:  # noqa: ANN401
     count = sum(tensor.numel() for tensor in tensors)
     return Message(
@@ -188,6 +195,7 @@ def _collective(operation: str, tensors: Sequence[Tensor], group: Any) -> Messag
         ranks=_ranks(group),
         num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         num_elements=count,
+        group=_name(group),
     )
 
 
@@ -206,6 +214,7 @@ def _transfer(
         num_elements=math.prod(tensor.shape),
         peer=_ranks(group)[peer],
         tag=tag,
+        group=_name(group),
     )
 
 

@@ -19,8 +19,10 @@ from planner.plan import Plan
 from runtime.dry_run import RankRun, dry_run
 from runtime.lower import lower_graph
 from runtime.mesh import members, rank_at
+from runtime.trackers import Message
 
 PEAK_TOLERANCE = 0.05  # the contract's
+_REPORTED_AS = {"tp": "tp", "cp": "cp", "pp": "pp", "ends": "pp", "ep": "ep", "etp": "ep"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ def verify(plan: Plan) -> VerifyReport:
             RoleReport(
                 ranks=ranks,
                 flops=Pair(graph=run.flops, estimate=counts.flops),
-                num_bytes=_pairs(bytes_by_axis(run, layout), dict(counts.num_bytes)),
+                num_bytes=_pairs(bytes_by_axis(run), dict(counts.num_bytes)),
                 live_peak=Pair(graph=run.peak, estimate=memory.per_rank[place].allocated),
             )
         )
@@ -125,21 +127,12 @@ def _ranks_of_role(layout: Layout, place: int) -> tuple[int, ...]:
     return tuple(sorted(rank for peer in peers for rank in members(layout, peer, "tp")))
 
 
-def bytes_by_axis(run: RankRun, layout: Layout) -> dict[str, int]:
-    """Return a rank's bytes by axis; groups within data x context are "dp", both ends "pp"."""
+def bytes_by_axis(run: RankRun) -> dict[str, int]:
+    """Return a rank's bytes by the contract's axes; what keeps states in step counts as "dp"."""
     total: Counter[str] = Counter()
-    for ranks, count in run.num_bytes.items():
-        total[_axis_of(ranks, layout, run.rank)] += count
+    for axis, count in run.num_bytes.items():
+        total[_REPORTED_AS.get(axis, "dp")] += count
     return dict(total)
-
-
-def _axis_of(ranks: tuple[int, ...], layout: Layout, rank: int) -> str:
-    for axis in ("tp", "cp", "pp"):
-        if ranks == members(layout, rank, axis):
-            return axis
-    if set(ranks) <= set(members(layout, rank, "dp_cp")):
-        return "dp"
-    return "pp" if ranks == members(layout, rank, "ends") else "ep"
 
 
 def _pairs(graph: dict[str, int], estimate: dict[str, int]) -> tuple[tuple[str, Pair], ...]:
@@ -186,6 +179,7 @@ def _first_difference(one: list[tuple[str, int]], other: list[tuple[str, int]]) 
 
 def _lost_messages(runs: Sequence[RankRun]) -> Iterable[str]:
     """Compare, per pair of ranks, what is sent with what is received: tag and size."""
+    known = {run.rank for run in runs}
     sent: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for run in runs:
@@ -194,10 +188,23 @@ def _lost_messages(runs: Sequence[RankRun]) -> Iterable[str]:
             if message.operation == "send":
                 sent[run.rank, message.peer].append(what)
             elif message.operation == "receive":
-                received[message.peer, run.rank].append(what)
+                received[_transfer(message, run.rank, known)].append(what)
     for pair in sorted(set(sent) | set(received)):
         if sorted(sent[pair]) != sorted(received[pair]):
             yield f"rank {pair[0]} sends other messages than rank {pair[1]} receives"
+
+
+def _transfer(message: Message, rank: int, known: set[int]) -> tuple[int, int]:
+    """Return sender and receiver of a message that a rank receives.
+
+    A sender that was not run does what this rank does, seen from its own place in the group: what
+    comes from the rank before is what this one sends to the rank after.
+    """
+    if message.peer in known:
+        return message.peer, rank
+    ranks = message.ranks
+    here = ranks.index(rank)
+    return rank, ranks[(2 * here - ranks.index(message.peer)) % len(ranks)]
 
 
 # Output.

@@ -63,7 +63,7 @@ def test_flops_and_bytes_equal_the_counts_exactly(model, name):
         run = dry.dry_run(lowered, job, plan_layout, first)
         counts = count_rank(spec, job, plan_layout, place)
         assert run.flops == counts.flops
-        found = {axis: count for axis, count in bytes_by_axis(run, plan_layout).items() if count}
+        found = {axis: count for axis, count in bytes_by_axis(run).items() if count}
         assert found == dict(counts.num_bytes)
 
 
