@@ -166,14 +166,17 @@ def layouts(name, num_ranks):
     """Return every layout of a model on some ranks that the search may choose for the runtime.
 
     Both nodes of all ranks and of half of them, which gives HSDP its smaller groups; four
-    micro-batches, and in some layouts eight; uneven stages too.
+    micro-batches, and in some layouts eight; uneven stages too. Nothing is offloaded: on CPUs the
+    host is the device.
     """
     found = {}
     for per_node in {num_ranks, max(num_ranks // 2, 1)}:
         cluster = Cluster(
             profile=read_profile("cpu-gloo"), num_gpus=num_ranks, gpus_per_node=per_node
         )
-        table = legal_table(space_of(MODELS[name], JOB, cluster, Constraints(runnable=True)))
+        table = legal_table(
+            space_of(MODELS[name], JOB, cluster, Constraints(runnable=True, offload=((),)))
+        )
         for row in range(len(table)):
             if table.num_micro_batches[row] == 4 or (
                 table.num_micro_batches[row] == 8 and row % 4 == 0
