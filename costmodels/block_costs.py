@@ -107,7 +107,8 @@ def _gemm_seconds(workload: Workload, pricing: Pricing) -> dict[int, Seconds]:
     low = np.array([op.quantised for op in ops for _ in range(3)])[:, None]
     rate = np.repeat([_alignment(op, rates) * np.ones(rows) for op in ops], 3, axis=0)
     for i, op in enumerate(ops):
-        m = op.m * (rates.imbalance if op.module == "moe" and op.name != "router" else 1.0)
+        is_grouped = op.module == "moe" and op.name != "router"
+        m = op.m * (1 + rates.imbalance / np.sqrt(op.count) if is_grouped else 1.0)
         orders = (
             (m, op.n, op.k),
             (m, op.k, op.n),

@@ -165,7 +165,8 @@ def _both_ways(op: Collective, tiers: Tiers, pricing: Pricing) -> tuple[Value, V
     """Return seconds by itself, forward and backward, with or without sequence parallelism."""
     rates, split = pricing.rates, pricing.shard.sequence_parallel
     across = _across_share(op, tiers) if op.forward == "all_to_all" else 1.0
-    imbalance = rates.imbalance if op.forward == "all_to_all" and op.axis == "ep" else 1.0
+    fed = np.any(op.experts)
+    imbalance = 1 + rates.imbalance / np.sqrt(op.experts) if fed else 1.0
     ways = []
     for kind, plain in ((op.forward, op.plain_forward), (op.backward, op.plain_backward)):
         seconds = collective_seconds(kind, op.payload, tiers, rates, across) * imbalance

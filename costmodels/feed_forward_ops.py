@@ -16,6 +16,7 @@ from costmodels.shard import Shard, per_rank
 
 HALF = 2  # bytes of a 16-bit element
 _FULL = 4  # bytes of an fp32 element
+_COUNT = 8  # bytes of a number of rows
 
 
 def dense_ops(
@@ -94,15 +95,72 @@ def expert_ops(
             backward_kernels=30,
             host_waits=True,
         ),
+        *_counts(shard, moe),
         _permutation("permute", copies * hidden),
-        _all_to_all(job, moe, "dispatch", HALF * copies * hidden),
+        _all_to_all(job, moe, "dispatch", HALF * copies * hidden, experts),
         _expert_tensor(shard, "expert_gather", "all_gather", "reduce_scatter", received * hidden),
         Gemm(name="expert_in", n=inputs * width, k=hidden, **grouped),
         activation(model, job, "expert_activation", "moe_act", received * width),
         Gemm(name="expert_out", n=hidden, k=width, **grouped),
         _expert_tensor(shard, "expert_reduce", "reduce_scatter", "all_gather", received * hidden),
-        _all_to_all(job, moe, "combine", HALF * copies * hidden),
+        _all_to_all(job, moe, "combine", HALF * copies * hidden, experts),
         _permutation("unpermute", copies * hidden),
+        _join(shard, hidden),
+    )
+
+
+def shared_gate_ops(model: ModelSpec, shard: Shard) -> tuple[Op, ...]:
+    """Return the sigmoid gate of width 1 on the always-on expert (Qwen2-MoE)."""
+    tokens = shard.outer_tokens
+    return (
+        Gemm(name="shared_gate", module="mlp", m=tokens, n=1, k=model.hidden_size, quantised=False),
+        MemoryPass(
+            name="shared_gate_product",
+            module="mlp",
+            forward=2 * HALF * tokens * model.hidden_size,
+            backward=4 * HALF * tokens * model.hidden_size,
+        ),
+    )
+
+
+def _counts(shard: Shard, moe: MixtureOfExperts) -> tuple[Collective, Collective]:
+    """Tell each rank how many rows its experts get: one 64-bit number per expert."""
+    ways = shard.expert_tensor_parallel
+    sent = _COUNT * moe.num_experts
+    return (
+        Collective(
+            name="expert_counts",
+            module="moe",
+            axis="ep",
+            group="expert",
+            forward="all_to_all",
+            backward="",
+            payload=sent * (shard.expert_parallel > 1),
+        ),
+        Collective(
+            name="expert_counts_gather",
+            module="moe",
+            axis="ep",
+            group="expert_tensor",
+            forward="all_gather",
+            backward="",
+            payload=sent * ways * (ways > 1),
+        ),
+    )
+
+
+def _join(shard: Shard, hidden: int) -> Collective:
+    """Without sequence parallelism tensor ranks route a part each and gather all answers."""
+    return Collective(
+        name="expert_join",
+        module="moe",
+        axis="tp",
+        group="tensor",
+        forward="",
+        backward="",
+        plain_forward="all_gather",
+        plain_backward="all_gather",
+        payload=HALF * shard.tokens * hidden,
     )
 
 
@@ -132,7 +190,9 @@ def _expert_tensor(
     )
 
 
-def _all_to_all(job: TrainingJob, moe: MixtureOfExperts, name: str, payload: Size) -> Collective:
+def _all_to_all(
+    job: TrainingJob, moe: MixtureOfExperts, name: str, payload: Size, experts: Size
+) -> Collective:
     return Collective(
         name=name,
         module="moe",
@@ -143,6 +203,7 @@ def _all_to_all(job: TrainingJob, moe: MixtureOfExperts, name: str, payload: Siz
         payload=payload,
         beside="expert_in",
         copies=moe.experts_per_token,
+        experts=experts,
         nodes_per_token=moe.groups_per_token if moe.num_groups > 1 else 0,
         once_per_node=job.switches.expert_dispatch in ("deepep", "hybridep"),
     )

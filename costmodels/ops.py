@@ -96,6 +96,7 @@ class Collective:
             run beside the product's weight gradient.
         copies: Copies of each token in an all_to_all.
         nodes_per_token: Most nodes that a token may visit; 0 for any number.
+        experts: Experts of a rank that an all_to_all feeds; 0 elsewhere.
         once_per_node: The dispatcher sends one copy of a token to each node, not one per expert.
 
     """
@@ -113,6 +114,7 @@ class Collective:
     input_side: bool = False
     copies: int = 1
     nodes_per_token: int = 0
+    experts: Size = 0
     once_per_node: bool = False
 
 

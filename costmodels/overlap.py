@@ -30,6 +30,7 @@ class Overlap:
         prefetch: ZeRO-3 gathers the next layer beside the current one.
         experts: Expert all-to-all of one micro-batch beside another's computation.
         reduces_each_micro_batch: ZeRO-2 reduces gradients after each micro-batch, not once a step.
+        gathers_each_tensor: ZeRO-3 moves every expert's matrices one by one, not a layer at once.
 
     """
 
@@ -41,6 +42,7 @@ class Overlap:
     prefetch: bool
     experts: bool
     reduces_each_micro_batch: bool
+    gathers_each_tensor: bool
 
 
 def overlap_of(job: TrainingJob) -> Overlap:
@@ -57,6 +59,7 @@ def overlap_of(job: TrainingJob) -> Overlap:
         param_gather=switches.overlap_grad_reduce and target is Target.MEGATRON,
         prefetch=True,
         experts=switches.overlap_expert_parallel,
+        gathers_each_tensor=target is Target.DEEPSPEED,
         reduces_each_micro_batch=target in (Target.DEEPSPEED, Target.NATIVE),
     )
 

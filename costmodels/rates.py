@@ -30,7 +30,8 @@ class Rates:
         misaligned: Rate of products whose rows do not start on 128-byte lines, relative.
         host_sync: Seconds for which the host waits where it must read a result of the device.
         module_launches: Host time of calling a layer's module, in kernel launches.
-        imbalance: Load of the fullest expert rank over the mean.
+        imbalance: Spread of the experts' loads: the fullest rank, with e experts, carries
+            1 + imbalance / sqrt(e) times the mean.
         host_update_rate: Bytes/s of host memory for the optimizer of one GPU's shard.
 
     """
@@ -106,7 +107,7 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
         outer_latency=inter.latency,
         base_latency=constants["collective_start"],
         overlap_slowdown=constants["overlap_slowdown"],
-        imbalance=1.0 if job.switches.balanced_routing else constants["routing_imbalance"],
+        imbalance=0.0 if job.switches.balanced_routing else constants["routing_imbalance"],
         casts=low is not None,
         misaligned=constants["misaligned_share"],
         module_launches=constants["module_launches"],

@@ -14,6 +14,7 @@ Source: ZeRO, arXiv:1910.02054, sections 5 and 7; FSDP, arXiv:2304.11277, sectio
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,12 +57,14 @@ class RankWeights:
         dense: Cut over the tensor axis or whole; copied over data x context.
         experts: Routed experts of this rank.
         trained: Share of the weights that gets gradients (1 without adapters).
+        expert_tensors: Matrices that the experts of this rank consist of.
 
     """
 
     dense: Seconds
     experts: Seconds
     trained: float = 1.0
+    expert_tensors: Any = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,14 @@ def layer_weights(
     rank = job.lora_rank
     # Adapters of rank r beside an n x k weight train r (n + k) of its n k weights.
     share = 1.0 if rank is None else min(1.0, 2 * rank / model.hidden_size)
-    return RankWeights(dense=cut / tp + key_value + whole, experts=experts, trained=share)
+    num_experts = model.moe.num_experts if model.moe is not None and kind.has_experts else 0
+    matrices = (3 if model.gated_ffn else 2) * num_experts
+    return RankWeights(
+        dense=cut / tp + key_value + whole,
+        experts=experts,
+        trained=share,
+        expert_tensors=matrices // table.expert_parallel,
+    )
 
 
 def embedding_weights(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> RankWeights:
@@ -173,6 +183,12 @@ def _per_byte(kind: str, tiers: Tiers, rates: Rates) -> Seconds:
     return seconds / _BUCKET_BYTES
 
 
+def _start_seconds(tiers: Tiers, rates: Rates) -> Seconds:
+    """Return what one more collective of a group costs, however small: its latency."""
+    seconds: Seconds = np.asarray(collective_seconds("all_gather", 1.0, tiers, rates))
+    return seconds
+
+
 def _reduce_per_weight(
     gradient_bytes: int, groups: _Groups, table: LayoutTable, rates: Rates
 ) -> Seconds:
@@ -194,7 +210,7 @@ def _update_per_weight(
     job: TrainingJob, table: LayoutTable, shards: Tiers, rates: Rates
 ) -> Seconds:
     """Return the seconds of updating one weight, on the device or on the host."""
-    own = np.where(table.zero_stage >= 1, 1.0 / shards.ranks, 1.0)
+    own: Seconds = np.where(table.zero_stage >= 1, 1.0 / shards.ranks, 1.0)
     moved = _UPDATE_BYTES[job.optimizer]
     on_device = step.device_update(
         weights=own,
@@ -226,6 +242,9 @@ def block_gathers(
     working = 1.0 if job.switches.fp8_all_gather else float(per_weight.working)
     gather, reduce = np.zeros(len(table)), np.zeros(len(table))
     counts = weights.dense, weights.experts
+    calls = overlap_of(job).gathers_each_tensor * np.maximum(weights.expert_tensors - 1, 0)
+    one_more = calls * _start_seconds(placement.expert_data, rates)
+    gather, reduce = gather + one_more, reduce + one_more * (weights.trained > 0)
     for count, groups in zip(counts, _dense_and_experts(placement), strict=True):
         shards = groups.zero.ranks
         gather = gather + collective_seconds("all_gather", count * working, groups.zero, rates)
@@ -237,4 +256,6 @@ def block_gathers(
         gather = gather + np.where(table.offload_parameters.astype(bool), from_host, 0.0)
     keeps = BEHAVIOURS[job.target].keeps_gathered_in_pipeline & (table.pipeline_parallel > 1)
     share = np.where(keeps, 1.0 / table.num_micro_batches, 1.0) * (table.zero_stage == ZERO_3)
-    return gather * share, reduce * share
+    gathered: Seconds = gather * share
+    reduced: Seconds = reduce * share
+    return gathered, reduced
