@@ -227,7 +227,8 @@ def _update_per_weight(
         host_update_rate=rates.host_update_rate,
     ).seconds
     offloaded = (table.offload_optimizer | table.offload_parameters).astype(bool)
-    return np.where(offloaded, on_host, on_device)
+    seconds: Seconds = np.where(offloaded, np.asarray(on_host), np.asarray(on_device))
+    return seconds
 
 
 def block_gathers(

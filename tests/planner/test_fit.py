@@ -1,0 +1,99 @@
+"""The fit finds constants that made the data, keeps to bounds, and leaves groups out honestly."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner import fit
+from planner.validate import read_rows
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "measured_runs.csv"
+
+
+@pytest.fixture(scope="module")
+def samples():
+    rows = [
+        row
+        for row in read_rows(GOLDEN)
+        if row["gpu"] == "A100-SXM-80GB" and row["recompute"] and row["pp"] == "1"
+    ]
+    found = fit.read_samples(rows[:: max(1, len(rows) // 12)])
+    assert len(found) >= 5
+    return found
+
+
+@pytest.fixture(scope="module")
+def parameters(samples):
+    wanted = {"gemm_efficiency", "memory_efficiency"}
+    every = fit.fitted_parameters(["ampere"])
+    return tuple(p for p in every if p.name in wanted)
+
+
+def test_fitted_parameters_lie_within_their_bounds():
+    for parameter in fit.fitted_parameters(["ampere", "hopper", "blackwell"]):
+        assert parameter.low <= parameter.value <= parameter.high, parameter
+        assert parameter.low < parameter.middle < parameter.high
+
+
+def test_a_generation_with_its_own_value_does_not_hear_the_common_one():
+    names = {(p.generation, p.name) for p in fit.fitted_parameters(["ampere"])}
+    assert ("ampere", "gemm_efficiency") in names
+    assert ("common", "k_fill") in names
+
+
+def test_the_fit_recovers_the_constants_that_made_the_data(samples, parameters):
+    truth = np.log([p.value for p in parameters]) + np.array([0.05, -0.08])[: len(parameters)]
+    made = [
+        replace(s, rate=fit.estimate_with(s, parameters, truth).tokens_per_second_per_gpu)
+        for s in samples
+    ]
+    found = fit.fit_constants(made, parameters, rounds=3)
+    predicted = np.abs(np.expm1(found.errors))
+    before = fit.fit_constants(made, parameters, rounds=0)
+    assert predicted.max() < 0.01
+    assert predicted.mean() < np.abs(np.expm1(before.errors)).mean() / 4
+
+
+def test_families_weigh_the_same(samples):
+    weights = fit.family_weights(samples)
+    sums = {}
+    for sample, weight in zip(samples, weights, strict=True):
+        sums[sample.family] = sums.get(sample.family, 0.0) + weight
+    assert sum(sums.values()) == pytest.approx(1)
+    assert max(sums.values()) == pytest.approx(min(sums.values()))
+
+
+def _parameter(name, value, low, high):
+    return fit.Parameter(generation="common", name=name, value=value, low=low, high=high)
+
+
+def test_a_solution_outside_its_bounds_stays_on_them():
+    parameters = (_parameter("a", 1.0, 0.5, 2.0), _parameter("b", 1.0, 0.5, 2.0))
+    # Errors ask for a factor of e on a alone, and nothing of b.
+    slopes = np.array([[1.0, 0.0], [0.0, 1.0]])
+    at = fit.solve(parameters, np.zeros(2), np.array([-3.0, 0.0]), slopes, np.array([0.5, 0.5]))
+    assert at[0] == pytest.approx(math.log(2.0))
+    assert at[1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_constant_that_no_run_tells_stands_in_the_middle_of_its_bounds():
+    parameters = (_parameter("a", 1.0, 0.5, 8.0),)
+    at = fit.solve(parameters, np.zeros(1), np.zeros(1), np.zeros((1, 1)), np.ones(1))
+    assert math.exp(at[0]) == pytest.approx(2.0)
+
+
+def test_stray_samples_pull_less_than_their_error():
+    parameters = (_parameter("a", 1.0, 1e-3, 1e3),)
+    errors = np.array([0.0, 0.0, 0.0, 3.0])
+    at = fit.solve(parameters, np.zeros(1), errors, np.ones((4, 1)), np.full(4, 0.25))
+    assert abs(at[0]) < 0.1  # the mean would be -0.75
+
+
+def test_families_of_one_source_and_framework_leave_together():
+    row = {"source": "a", "framework": "b", "gpu": "c", "family": "one"}
+    other = {**row, "family": "two"}
+    assert fit.group_of(row, "family") == fit.group_of(other, "family")
+    assert fit.group_of(row, "gpu") == ("c",)
