@@ -43,6 +43,7 @@ __all__ = [
     "profile_from_entries",
     "profile_from_toml",
     "profile_names",
+    "profile_value",
     "read_profile",
 ]
 
@@ -80,9 +81,16 @@ def profile_entries(name_or_path: str) -> dict[str, Entry]:
     return _parse(text, where)
 
 
-def profile_from_toml(text: str, where: str = "profile") -> HardwareProfile:
+def profile_from_toml(
+    text: str, where: str = "profile", overrides: Sequence[str] = ()
+) -> HardwareProfile:
     """Return the machine that a TOML text describes; `where` opens error messages."""
-    return profile_from_entries(_parse(text, where), where)
+    return profile_from_entries(_override(_parse(text, where), overrides), where)
+
+
+def profile_value(text: str, key: str) -> float:
+    """Return one number of a profile's TOML text by its dotted key, in the file's unit."""
+    return float(cast("Decimal", _parse(text, "profile")[key].value))
 
 
 def generation_constants(generation: str, where: str = "generation") -> dict[str, Entry]:

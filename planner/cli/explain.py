@@ -1,0 +1,188 @@
+"""`planner explain`: why this plan, why not another, what if."""
+
+import argparse
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planner.explain.reasons import Bill
+    from planner.explain.what_if import Changed
+    from planner.judge import Judgement
+    from planner.plan import Plan
+
+EXAMPLE = "planner explain plan.json --why-not tp=8,pp=2"
+SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+TOP = 2
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="written by planner search -o")
+    parser.add_argument("--why-not", metavar="AXIS=N,...", help="another layout beside the plan's")
+    parser.add_argument(
+        "--what-if",
+        metavar="KEY=VALUE",
+        help="plan again with another link, memory, seq_len, global_batch_size or gpus",
+    )
+    parser.add_argument("--formulas", action="store_true", help="formulas with numbers in")
+    parser.add_argument("--tokens", type=_tokens, metavar="N", help="days and GPU-hours for 1T")
+    parser.add_argument("--dollars-per-gpu-hour", type=_price, metavar="D", help="adds the cost")
+
+
+def run(arguments: Namespace) -> int:
+    """Explain the plan, or answer one question about it."""
+    from planner.plan import read_plan
+
+    plan = read_plan(arguments.plan)
+    if arguments.why_not:
+        document, lines = _why_not(plan, arguments.why_not)
+    elif arguments.what_if:
+        document, lines = _what_if(plan, arguments.what_if)
+    else:
+        document, lines = _why(plan, arguments)
+    print(json.dumps({"schema": 1, **document}) if arguments.json else "\n".join(lines))
+    return 0
+
+
+def _why(plan: "Plan", arguments: Namespace) -> tuple[dict[str, object], list[str]]:
+    from planner.codec import encode
+    from planner.explain.reasons import bill, limits
+    from planner.explain.sensitivity import sensitivities
+    from planner.judge import judge
+    from planner.report import judgement_text
+
+    judgement = judge(plan.model, plan.job, plan.cluster, plan.layout)
+    if judgement.time is None:
+        raise ValueError(f"the plan is illegal: {judgement.violations[0].message}")
+    shares, moves = limits(judgement.time), sensitivities(plan)
+    lines = [judgement_text(judgement, plan.model, plan.job, plan.cluster), ""]
+    lines.append("what the step is spent on:")
+    lines += [f"  {100 * share:>5.1f} %  {kind}" for kind, share in shares if share > TOP / 1000]
+    lines.append("10 % better would make the step faster by")
+    lines += [f"  {100 * move.gain:>5.1f} %  {move.key}" for move in moves]
+    document: dict[str, object] = {
+        "limits": dict(shares),
+        "sensitivities": {move.key: move.gain for move in moves},
+        "solver": encode(plan.solver),
+    }
+    if arguments.tokens:
+        cost = bill(judgement.time, arguments.tokens, arguments.dollars_per_gpu_hour)
+        lines.append(_bill_words(cost))
+        document["bill"] = encode(cost)
+    if arguments.formulas:
+        from planner.explain.formulas import lines_of, worked_formulas
+
+        worked = worked_formulas(plan)
+        lines += [line for one in worked for line in ("", *lines_of(one))]
+        document["formulas"] = [encode(one) for one in worked]
+    lines.append(_solver_words(plan))
+    return document, lines
+
+
+def _why_not(plan: "Plan", question: str) -> tuple[dict[str, object], list[str]]:
+    from planner.explain.question import answer, why_not
+    from planner.explain.reasons import side_by_side
+    from planner.report import layout_words
+
+    ours, theirs = why_not(plan, question)
+    words = answer(ours, theirs)
+    lines = [f"plan:  {layout_words(ours.layout)}", f"asked: {layout_words(theirs.layout)}", words]
+    if theirs.time is not None:
+        lines += side_by_side(ours, theirs)
+    document: dict[str, object] = {
+        "answer": words,
+        "plan": _estimate(plan, ours),
+        "asked": _estimate(plan, theirs),
+    }
+    return document, lines
+
+
+def _what_if(plan: "Plan", change: str) -> tuple[dict[str, object], list[str]]:
+    from planner.explain.what_if import what_if
+
+    changed = what_if(plan, change)
+    best = changed.best
+    document: dict[str, object] = {
+        "key": changed.key,
+        "old": changed.old,
+        "new": changed.new,
+        "threshold": changed.threshold,
+        "before": _estimate(plan, changed.before),
+        "after": _estimate(plan, changed.after),
+        "best": None if best is None else _estimate(plan, best),
+    }
+    return document, _what_if_lines(changed)
+
+
+def _what_if_lines(changed: "Changed") -> list[str]:
+    from planner.report import layout_words
+
+    lines = [
+        f"{changed.key}: {changed.old:g} -> {changed.new:g}",
+        f"the plan now:      {_outcome(changed.before)}",
+        f"the same layout:   {_outcome(changed.after)}",
+    ]
+    if changed.best is None:
+        return [*lines, "nothing fits then"]
+    if changed.best.layout == changed.after.layout:
+        return [*lines, "the plan's layout stays the best"]
+    lines.append(f"the best then:     {_outcome(changed.best)}")
+    lines.append(f"                   {layout_words(changed.best.layout)}")
+    if changed.threshold is not None:
+        lines.append(f"it is ahead of the plan's layout from {changed.threshold:.4g} on")
+    return lines
+
+
+def _outcome(judgement: "Judgement") -> str:
+    from planner.report import VERDICT_WORDS
+
+    if judgement.time is None:
+        return f"illegal: {judgement.violations[0].message}"
+    rate = judgement.time.tokens_per_second_per_gpu
+    words = VERDICT_WORDS[judgement.verdict.value]
+    return f"{words}, step {judgement.time.step_seconds:.4g} s, {rate:,.0f} tokens/s/GPU"
+
+
+def _estimate(plan: "Plan", judgement: "Judgement") -> object:
+    from planner.contract import judgement_json
+
+    return judgement_json(judgement, plan.model, plan.job, plan.cluster)
+
+
+def _bill_words(cost: "Bill") -> str:
+    words = f"{cost.tokens:.3g} tokens take {cost.days:.1f} days, {cost.gpu_hours:,.0f} GPU-hours"
+    return words if cost.dollars is None else f"{words}, {cost.dollars:,.0f} dollars"
+
+
+def _solver_words(plan: "Plan") -> str:
+    solver = plan.solver
+    if solver.status == "optimal":
+        return (
+            f"optimal: none of {solver.num_layouts:,} layouts is predicted faster "
+            f"({solver.num_solved} solved, the others bounded away)"
+        )
+    return f"{solver.status}: not proved to be the best"
+
+
+def _tokens(text: str) -> float:
+    factor = SUFFIXES.get(text[-1:].upper(), 1.0)
+    digits = text[:-1] if factor > 1 else text
+    try:
+        value = float(digits) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens (1T, 300B)") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} tokens make no sense")
+    return value
+
+
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no price") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no price")
+    return value

@@ -1,0 +1,105 @@
+"""One layout beside the plan's: `--why-not tp=8,pp=2`.
+
+Words are axis=value; axes that are not named stay as in the plan, data parallel follows from the
+GPUs and micro-batches from the batch.
+"""
+
+from dataclasses import replace
+
+from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from planner.judge import Judgement, Verdict, judge
+from planner.plan import Plan
+
+AXES = {
+    "dp": "data_parallel",
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_parallel",
+    "etp": "expert_tensor_parallel",
+    "mbs": "micro_batch_size",
+    "vpp": "stages_per_rank",
+    "zero": "zero_stage",
+    "recompute_layers": "recompute_layers",
+}
+CHOICES = {"schedule": Schedule, "recompute": Recompute}
+
+
+def asked_layout(plan: Plan, question: str) -> Layout:
+    """Return the layout that a question names.
+
+    Raises:
+        ValueError: A word is not axis=value, or its axis or value is unknown.
+
+    """
+    changes: dict[str, object] = {}
+    for word in question.split(","):
+        name, equals, text = word.strip().partition("=")
+        name = name.replace("-", "_")
+        field = AXES.get(name, name if name in AXES.values() else None)
+        if not equals or (field is None and name not in CHOICES):
+            known = ", ".join((*AXES, *CHOICES))
+            raise ValueError(f"--why-not {word!r}: write AXIS=VALUE with one of {known}")
+        if field is None:
+            changes[name] = _choice(name, text)
+        else:
+            changes[field] = _count(word, text, least=0 if field.startswith(("zero", "rec")) else 1)
+    return _completed(plan, changes)
+
+
+def why_not(plan: Plan, question: str) -> tuple[Judgement, Judgement]:
+    """Return the plan's layout and the asked one, both judged."""
+    inputs = (plan.model, plan.job, plan.cluster)
+    return judge(*inputs, plan.layout), judge(*inputs, asked_layout(plan, question))
+
+
+def answer(ours: Judgement, theirs: Judgement) -> str:
+    """Return in words why the asked layout was not chosen."""
+    if theirs.verdict is Verdict.ILLEGAL:
+        broken = theirs.violations[0]
+        return f"illegal, {broken.rule}: {broken.message}"
+    if not theirs.runs:
+        return f"does not fit: {theirs.violations[0].message}"
+    assert ours.time is not None
+    assert theirs.time is not None
+    slower = theirs.time.step_seconds / ours.time.step_seconds - 1
+    if slower < 0:
+        words = f"{-100 * slower:.1f} % faster than the plan"
+        return f"{words}, but at risk" if theirs.verdict is Verdict.AT_RISK else words
+    return f"{100 * slower:.1f} % slower than the plan"
+
+
+def _completed(plan: Plan, changes: dict[str, object]) -> Layout:
+    layout = replace(plan.layout, **changes)  # type: ignore[arg-type]  # names are fields
+    if (
+        layout.stages_per_rank > 1
+        and "schedule" not in changes
+        and plan.layout.stages_per_rank == 1
+    ):
+        layout = replace(layout, schedule=Schedule.INTERLEAVED)
+    others = layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel
+    if "data_parallel" not in changes:
+        layout = replace(layout, data_parallel=max(1, plan.cluster.num_gpus // others))
+    per_forward = layout.data_parallel * layout.micro_batch_size
+    shards = layout.data_parallel * layout.context_parallel
+    return replace(
+        layout,
+        num_micro_batches=max(1, plan.job.global_batch_size // per_forward),
+        zero_group=shards,
+        sequence_parallel=layout.tensor_parallel > 1,
+        layers_per_stage=split_layers(plan.model.num_layers, layout.num_stages),
+    )
+
+
+def _choice(name: str, text: str) -> object:
+    kind = CHOICES[name]
+    known = [member.value for member in kind]
+    if text not in known:
+        raise ValueError(f"--why-not {name}={text}: one of {', '.join(known)}")
+    return kind(text)
+
+
+def _count(word: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"--why-not {word}: a whole number of at least {least}")
+    return int(text)

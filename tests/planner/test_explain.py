@@ -1,0 +1,190 @@
+"""Explanations name the numbers that decide, and agree with the estimate."""
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.compiled import collectives, compute
+from costmodels.estimate import estimate_time
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.profile_toml import make_cluster, read_profile
+from planner.contract import judgement_json
+from planner.explain.formulas import lines_of, worked_formulas
+from planner.explain.question import answer, asked_layout, why_not
+from planner.explain.reasons import bill, differences, limits, side_by_side, why_first
+from planner.explain.sensitivity import sensitivities
+from planner.explain.what_if import what_if
+from planner.judge import Verdict, judge
+from planner.plan import Plan, SolverStatus
+from planner.presets import read_model
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model = read_model("8b")
+    cluster = make_cluster(read_profile("h100-sxm-80gb"), 16, None)
+    job = TrainingJob(seq_len=4096, global_batch_size=64)
+    layout = Layout(
+        tensor_parallel=4,
+        pipeline_parallel=2,
+        data_parallel=2,
+        zero_stage=1,
+        zero_group=2,
+        micro_batch_size=1,
+        num_micro_batches=32,
+        sequence_parallel=True,
+        layers_per_stage=split_layers(model.num_layers, 2),
+    )
+    judgement = judge(model, job, cluster, layout)
+    return Plan(
+        model=model,
+        job=job,
+        cluster=cluster,
+        layout=layout,
+        estimate=judgement_json(judgement, model, job, cluster),
+        solver=SolverStatus(status="given"),
+    )
+
+
+def judged(plan, **changes):
+    return judge(plan.model, plan.job, plan.cluster, replace(plan.layout, **changes))
+
+
+def test_limits_are_shares_of_the_step_and_sum_to_it(plan):
+    shares = limits(judged(plan).time)
+    assert sum(share for _, share in shares) == pytest.approx(1)
+    assert shares[0][0] == "arithmetic"
+    assert "tp communication" in dict(shares)
+
+
+def test_differences_of_terms_sum_to_the_difference_of_steps(plan):
+    first, second = judged(plan).time, judged(plan, recompute=Recompute.FULL).time
+    total = sum(difference.gain for difference in differences(first, second))
+    assert total == pytest.approx(second.step_seconds - first.step_seconds)
+    assert differences(first, second)[0].name == "recompute"
+
+
+def test_why_first_names_what_is_saved_and_how_much(plan):
+    words = why_first(judged(plan), judged(plan, recompute=Recompute.FULL))
+    assert "% faster" in words
+    assert "of recompute" in words
+
+
+def test_side_by_side_shows_time_and_memory_of_both(plan):
+    text = "\n".join(side_by_side(judged(plan), judged(plan, recompute=Recompute.FULL)))
+    assert "recompute" in text
+    assert "activations" in text
+    assert "reserved" in text
+
+
+def test_a_bill_by_hand(plan):
+    time = judged(plan).time
+    one_step = bill(time, float(time.tokens), dollars_per_gpu_hour=3.0)
+    assert one_step.days == pytest.approx(time.step_seconds / 86400)
+    assert one_step.gpu_hours == pytest.approx(16 * time.step_seconds / 3600)
+    assert one_step.dollars == pytest.approx(3 * one_step.gpu_hours)
+
+
+def test_a_question_changes_what_it_names_and_derives_the_rest(plan):
+    asked = asked_layout(plan, "tp=2,mbs=2")
+    assert (asked.tensor_parallel, asked.pipeline_parallel) == (2, 2)
+    assert asked.data_parallel == 4
+    assert asked.num_micro_batches == 8
+    assert asked.global_batch_size == plan.job.global_batch_size
+
+
+def test_a_question_with_virtual_stages_interleaves(plan):
+    asked = asked_layout(plan, "vpp=2")
+    assert asked.schedule is Schedule.INTERLEAVED
+    assert asked.layers_per_stage == (8, 8, 8, 8)
+
+
+def test_an_illegal_question_is_answered_with_the_rule(plan):
+    ours, theirs = why_not(plan, "tp=16")
+    assert theirs.verdict is Verdict.ILLEGAL
+    assert answer(ours, theirs).startswith(f"illegal, {theirs.violations[0].rule}")
+
+
+def test_a_layout_too_large_for_memory_is_answered_with_the_numbers(plan):
+    words = answer(*why_not(plan, "tp=1,pp=1,zero=0,mbs=4"))
+    assert words.startswith("does not fit")
+    assert "GiB" in words
+
+
+def test_a_slower_layout_is_answered_with_how_much(plan):
+    assert "% slower than the plan" in answer(*why_not(plan, "recompute=full"))
+
+
+@pytest.mark.parametrize("question", ["tp", "tp=x", "tp=0", "speed=9", "schedule=fast", ""])
+def test_questions_that_say_nothing_are_refused(plan, question):
+    with pytest.raises(ValueError, match="--why-not"):
+        asked_layout(plan, question)
+
+
+def test_a_better_machine_is_never_slower_and_arithmetic_matters_most(plan):
+    found = sensitivities(plan)
+    assert all(one.gain >= -1e-9 for one in found)
+    assert found[0].key == "device.peak_tflops"
+    assert found[0].gain < 0.1 + 1e-3
+
+
+def test_sensitivity_is_the_estimates_own_change(plan):
+    profile = plan.cluster.profile
+    gain = {one.key: one.gain for one in sensitivities(plan)}["links.intra_node.gb_per_s"]
+
+    def seconds(factor):
+        link = replace(profile.intra_node, bandwidth=profile.intra_node.bandwidth * factor)
+        cluster = replace(plan.cluster, profile=replace(profile, intra_node=link))
+        return estimate_time(plan.model, plan.job, cluster, plan.layout).step_seconds
+
+    assert gain == pytest.approx(seconds(0.95) / seconds(1.05) - 1)
+
+
+def test_formulas_with_numbers_give_what_the_compiled_model_computes(plan):
+    priced = {"forward of the product": compute.gemm, "forward of attention": compute.attention}
+    for worked in worked_formulas(plan):
+        numbers = {name: value for name, value, _, _ in worked.numbers}
+        function = next(
+            (f for title, f in priced.items() if worked.title.startswith(title)),
+            collectives.all_gather,
+        )
+        assert float(function(**numbers).seconds) == pytest.approx(worked.seconds), worked.title
+
+
+def test_formulas_cover_products_attention_and_the_tensor_axis(plan):
+    titles = [worked.title for worked in worked_formulas(plan)]
+    assert titles[0].startswith("forward of the product ffn")
+    assert "forward of attention" in titles
+    assert any("tp axis" in title for title in titles)
+
+
+def test_a_derivative_by_hand(plan):
+    attention = next(w for w in worked_formulas(plan) if w.title == "forward of attention")
+    shares = dict(attention.derivatives)
+    assert shares["peak"] == pytest.approx(-1, abs=0.01)
+    assert shares["attention_flops"] == pytest.approx(1, abs=0.01)
+    assert any("bytes" in line or "FLOP" in line for line in lines_of(attention))
+
+
+def test_what_if_keeps_a_plan_that_stays_legal_and_changes_the_figure(plan):
+    changed = what_if(plan, "links.inter_node.gb_per_s=100")
+    assert changed.old == pytest.approx(50)
+    assert changed.new == 100
+    assert changed.after.time.step_seconds <= changed.before.time.step_seconds
+    assert changed.best.time.step_seconds <= changed.after.time.step_seconds + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ("links.inter_node.gb_per_s", "KEY=VALUE"),
+        ("links.inter.gb_per_s=3", "links.inter"),
+        ("device.memory_gib=-1", "memory_gib"),
+        ("seq_len=many", "seq_len"),
+        ("gpus=12", "12"),
+    ],
+)
+def test_changes_that_make_no_sense_are_refused(plan, change, word):
+    with pytest.raises(ValueError, match=word):
+        what_if(plan, change)
