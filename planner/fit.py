@@ -32,17 +32,15 @@ from costmodels.terms import TimeEstimate
 from planner.codec import rounded
 from planner.measured_model import UnsupportedRowError
 from planner.measurements import MeasuredJob, interpret
+from planner.robust_step import solve
 from planner.validate import PREDICTED, best_reading, measured_rate, scored
 
 Array = NDArray[np.float64]
 Row = Mapping[str, str]
 
 COMMON = "common"
-HUBER = 0.1  # chosen: errors above 10 % pull with a constant force
-PULL = 0.005  # chosen: against 1 for all families; matters only where few runs tell
 STEP = 0.02  # of ln c in a difference; chosen: above the kinks of ceil and max
 ROUNDS = 3  # chosen: later ones move no constant by more than its uncertainty
-REWEIGHTINGS = 20
 # Fitted elsewhere: constants of the memory model (costmodels/framework_memory.py).
 OF_MEMORY = frozenset({"fragmentation_fraction", "cached_fraction"})
 # Constants that one fitted constant scales along, because no run tells them apart.
@@ -229,48 +227,6 @@ def _slopes(
         there = _errors([samples[i] for i in rows], parameters, moved)
         slopes[rows, j] = (there - errors[rows]) / (moved[j] - logs[j])
     return slopes
-
-
-def solve(
-    parameters: Sequence[Parameter], logs: Array, errors: Array, slopes: Array, weights: Array
-) -> Array:
-    """Return where the linearised loss is least within the bounds.
-
-    Args:
-        parameters: Bounds and where each constant is pulled.
-        logs: Where errors and slopes were taken.
-        errors: log(predicted / measured) there.
-        slopes: Their derivatives.
-        weights: Importance of each sample.
-
-    """
-    low, high = (np.log([getattr(p, name) for p in parameters]) for name in ("low", "high"))
-    middle = np.log([p.middle for p in parameters])
-    pull = PULL / np.array([p.width for p in parameters]) ** 2 / max(len(parameters), 1)
-    at = logs
-    for _ in range(REWEIGHTINGS):
-        left = errors + slopes @ (at - logs)
-        soft = weights * HUBER / np.maximum(np.abs(left), HUBER)
-        curvature = slopes.T @ (soft[:, None] * slopes) + np.diag(pull)
-        gradient = slopes.T @ (soft * left) + pull * (at - middle)
-        at = _bounded_step(at, curvature, gradient, low, high)
-    return at
-
-
-def _bounded_step(at: Array, curvature: Array, gradient: Array, low: Array, high: Array) -> Array:
-    """Take a Newton step; what would leave its bounds stays on them and the rest is solved anew."""
-    free = np.ones(at.size, dtype=bool)
-    moved = at.copy()
-    while free.any():
-        fixed = ~free
-        right = -gradient[free] - curvature[np.ix_(free, fixed)] @ (moved - at)[fixed]
-        moved[free] = at[free] + np.linalg.solve(curvature[np.ix_(free, free)], right)
-        outside = free & ((moved < low) | (moved > high))
-        if not outside.any():
-            break
-        moved[outside] = np.clip(moved, low, high)[outside]
-        free &= ~outside
-    return moved
 
 
 def predict_left_out(
