@@ -106,11 +106,12 @@ def axes_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: C
             choices("context_parallel_type", CONTEXT_PARALLEL_TYPES),
             choices("schedule", SCHEDULES),
             numbers("stages_per_rank", stages),
-            _axis("rank_order", range(len(orders)), free=constraints.rank_order is None),
             numbers("zero_stage", range(4)),
             numbers("zero_group", (WHOLE_GROUP, DOMAIN_GROUP)),
             _recompute_axis(constraints),
             _offload_axis(constraints),
+            # Last: where groups lie changes time, not memory.
+            _axis("rank_order", range(len(orders)), free=constraints.rank_order is None),
         ),
         rank_orders=orders,
     )

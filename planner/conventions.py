@@ -10,11 +10,12 @@ Each is a `Rule`, so the space applies them as soon as their columns are known.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from costmodels.hardware import Cluster
-from costmodels.layout import Schedule
+from costmodels.layout import AXES, Schedule
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
 from costmodels.placement import axis_strides, span
 from planner.axes import Axes
@@ -36,8 +37,9 @@ def conventions_of(axes: Axes, constraints: Constraints) -> tuple[Rule, ...]:
 
 
 def domain_group(table: LayoutTable, cluster: Cluster) -> IntColumn:
-    """Return the ranks of the data group (dp * cp) that share a scale-up domain."""
-    inner = _inner_sizes(table, cluster, table.rank_order)
+    """Return the ranks of the data group (dp * cp) that share a domain in the usual rank order."""
+    usual = replace(table, rank_orders=(AXES,))
+    inner = _inner_sizes(usual, cluster, np.zeros(len(table), dtype=np.int64))
     return inner[0] * inner[1]
 
 
@@ -46,18 +48,11 @@ def _inner_sizes(
 ) -> tuple[IntColumn, IntColumn, IntColumn]:
     """Return how much of cp, dp and a pipeline hop lies inside a domain, under an order."""
     domain = min(cluster.scale_up_size, cluster.num_gpus)
-    strides = axis_strides(_with_order(table, code))
+    strides = axis_strides(replace(table, rank_order=code))
     context = span(domain, table.context_parallel, strides["cp"]).inner
     data = span(domain, table.data_parallel, strides["dp"]).inner
     crosses = table.pipeline_parallel * strides["pp"] > domain
     return context, data, np.where(table.pipeline_parallel > 1, crosses, 0).astype(np.int64)
-
-
-def _with_order(table: LayoutTable, code: IntColumn) -> LayoutTable:
-    """Return the columns that placement reads, under other rank orders."""
-    names = [name for name in LayoutTable.__dataclass_fields__ if name != "rank_orders"]
-    columns = {name: getattr(table, name) for name in names} | {"rank_order": code}
-    return LayoutTable(rank_orders=table.rank_orders, **columns)
 
 
 def _first(axes: Axes, name: str) -> int:

@@ -24,7 +24,7 @@ from costmodels.layout_table import RECOMPUTES, IntColumn, LayoutTable
 from costmodels.pipeline_bound import SplitLimits
 from planner.costs import Costs, Values
 from planner.rules.rule import CUTS_PARAMETERS
-from planner.space import Partial, Space, root, unfold
+from planner.space import Partial, Space, root, unfold, unfold_with_parents
 from planner.splits import smallest_stage
 
 FULL = RECOMPUTES.index(Recompute.FULL)
@@ -127,8 +127,7 @@ class Frontier:
             )
             seconds = np.where(np.isinf(needed), inf, np.maximum(seconds, bound))
         else:
-            below = unfold(self.space, block, "offload")
-            seconds = self._complete_seconds(below.table, cutoff)
+            below, seconds = self._complete(block, cutoff)
         self.dropped["device_memory"] += int(np.count_nonzero(np.isinf(seconds)))
         keep = np.flatnonzero(seconds < cutoff)
         if len(keep):
@@ -182,38 +181,48 @@ class Frontier:
             if not parameters or stage == CUTS_PARAMETERS
         ]
 
-    def _complete_seconds(self, table: LayoutTable, cutoff: float) -> Values:
-        """Return the bound of complete layouts; inf where no split fits."""
-        seconds = np.full(len(table), inf)
-        if not len(table):
-            return seconds
-        few = self._smallest_stages(table)
-        fits = np.flatnonzero(self.costs.memory_bound(table, few) <= self.limit)
-        if len(fits):
-            seconds[fits] = self._fitting_seconds(table.take(fits), few[fits])
-        full = np.flatnonzero(
-            (seconds < cutoff) & (table.recompute == FULL) & (table.pipeline_parallel > 1)
-        )
-        if len(full):
-            seconds[full] = self._recomputing_seconds(table.take(full), few[full])
-        return seconds
+    def _complete(self, block: Partial, cutoff: float) -> tuple[Partial, Values]:
+        """Unfold what is left, and return complete layouts that may fit with their bounds.
 
-    def _fitting_seconds(self, table: LayoutTable, few: Values) -> Values:
-        """Return the bound of layouts that may fit."""
+        Memory does not depend on the rank order, so that axis unfolds after it is known.
+        """
+        below = unfold(self.space, block, "offload")
+        few = self._smallest_stages(below.table)
+        fits = np.flatnonzero(self.costs.memory_bound(below.table, few) <= self.limit)
+        self.dropped["device_memory"] += len(below.table) - len(fits)
+        below, few = replace(below, table=below.table.take(fits)), few[fits]
+        redone = self._redone(below.table, few)
+        orders, parents = unfold_with_parents(self.space, below, "rank_order")
+        few, redone = few[parents], redone[parents]
+        if not len(orders.table):
+            return orders, np.zeros(0)
+        is_full = orders.table.recompute == FULL
+        most = np.where(is_full, float(self.space.model.num_layers), 0.0)
+        seconds = self._seconds(orders.table, few, redone, most)
+        splits = (
+            is_full & (orders.table.pipeline_parallel > 1) & (orders.table.stages_per_rank == 1)
+        )
+        open_rows = np.flatnonzero((seconds < cutoff) & splits)
+        if len(open_rows):
+            seconds[open_rows] = self._recomputing_seconds(
+                orders.table.take(open_rows), few[open_rows], redone[open_rows]
+            )
+        return orders, seconds
+
+    def _redone(self, table: LayoutTable, few: Values) -> Values:
+        """Return layers per stage that full recomputation redoes at least; inf: nothing fits."""
         redone = np.ones(len(table))
         full = np.flatnonzero(table.recompute == FULL)
         if len(full):
             needed = self.costs.least_recomputed(table.take(full), few[full], self.limit)
             redone[full] = np.maximum(needed, 1.0)
-        most = np.where(table.recompute == FULL, float(self.space.model.num_layers), 0.0)
-        return self._seconds(table, few, redone, most)
+        return redone
 
-    def _recomputing_seconds(self, table: LayoutTable, few: Values) -> Values:
+    def _recomputing_seconds(self, table: LayoutTable, few: Values, least: Values) -> Values:
         """Return the bound under full recomputation, over ranges of how many layers are redone.
 
         Within a range the fewest give the time and the most give the room; ranges double.
         """
-        least = np.maximum(self.costs.least_recomputed(table, few, self.limit), 1.0)
         bound = np.full(len(table), inf)
         first = 1
         while first <= self.space.model.num_layers:

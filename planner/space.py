@@ -99,11 +99,21 @@ def root(space: Space) -> Partial:
 
 def unfold(space: Space, partial: Partial, last_axis: str) -> Partial:
     """Return every legal completion of partial layouts up to and including an axis."""
+    return unfold_with_parents(space, partial, last_axis)[0]
+
+
+def unfold_with_parents(
+    space: Space, partial: Partial, last_axis: str
+) -> tuple[Partial, NDArray[np.int64]]:
+    """Unfold, and return for each completion the row that it came from."""
     names = [axis.name for axis in space.axes.axes]
+    parents = np.arange(len(partial.table))
     while partial.num_axes <= names.index(last_axis):
+        parents = np.repeat(parents, len(space.axes.axes[partial.num_axes]))
         partial, broken = _unfold_next(space, partial)
-        partial = _take(partial, _legal_rows(broken, len(partial.table)))
-    return partial
+        kept = _legal_rows(broken, len(partial.table))
+        partial, parents = _take(partial, kept), parents[kept]
+    return partial, parents
 
 
 def legal_table(space: Space) -> LayoutTable:

@@ -6,8 +6,8 @@
     several stages per rank  the even split, short stages at the two ends where embedding and head
                              add their own work
 
-Under full recomputation the fewest recomputed layers that fit are taken: memory falls and time
-rises with their number.
+Under full recomputation each stage recomputes the fewest layers that fit, or all: memory falls with
+their number, and time rises but for what a longer backward hides of the gradients' reduction.
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +54,6 @@ class Outcome:
     Attributes:
         layout: The best split that fits; None without.
         seconds: Its exact value; inf without.
-        closest: The layout nearest to fitting, for "nothing fits".
         bound: No other split is faster than this.
         num_exact: Splits whose exact value was computed.
 
@@ -62,7 +61,6 @@ class Outcome:
 
     layout: Layout | None
     seconds: float
-    closest: Layout
     bound: float
     num_exact: int
 
@@ -95,35 +93,43 @@ def best_split(
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
         return _solved(costs, layout, limits, cutoff, stated)
     split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
-    given = replace(layout, layers_per_stage=split)
-    fitting = _fitting(costs, given, limits, stated)
-    if fitting is None:
-        closest = _leanest(given, stated)
-        return Outcome(layout=None, seconds=inf, closest=closest, bound=inf, num_exact=0)
-    seconds = costs.seconds(fitting)
-    return Outcome(layout=fitting, seconds=seconds, closest=fitting, bound=seconds, num_exact=1)
+    best, seconds = _fastest(costs, replace(layout, layers_per_stage=split), limits, stated)
+    return Outcome(layout=best, seconds=seconds, bound=seconds, num_exact=1)
 
 
-def _fitting(costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit) -> Layout | None:
-    """Return the layout with the fewest recomputed layers that fits, None where none does."""
-    leanest = _leanest(layout, stated)
-    if not limits.hold(costs.memory(leanest)):
-        return None
-    if leanest.recompute is not Recompute.FULL or stated.recompute_layers is not None:
-        return leanest
-    longest = max(layout.layers_per_stage)
-    too_few, enough = 0, longest
+def _fastest(
+    costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit
+) -> tuple[Layout | None, float]:
+    """Return the fastest number of recomputed layers for one split, None where none fits."""
+    best, seconds = None, inf
+    for candidate in _fitting(costs, layout, limits, stated):
+        exact = costs.seconds(candidate)
+        if exact < seconds:
+            best, seconds = candidate, exact
+    return best, seconds
+
+
+def _fitting(
+    costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit
+) -> tuple[Layout, ...]:
+    """Return the layout with all recomputed, and with the fewest layers that fit."""
+
+    def fits(layers: int) -> bool:
+        return limits.hold(costs.memory(replace(layout, recompute_layers=layers)))
+
+    if layout.recompute is not Recompute.FULL:
+        return (layout,) if fits(0) else ()
+    if stated.recompute_layers is not None:
+        given = stated.recompute_layers
+        return (replace(layout, recompute_layers=given),) if fits(given) else ()
+    everything = (0,) if fits(0) else ()
+    too_few, enough = 0, max(layout.layers_per_stage) - 1
+    if enough < 1 or not fits(enough):
+        return tuple(replace(layout, recompute_layers=layers) for layers in everything)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        fits = limits.hold(costs.memory(replace(layout, recompute_layers=middle)))
-        too_few, enough = (too_few, middle) if fits else (middle, enough)
-    return leanest if enough == longest else replace(layout, recompute_layers=enough)
-
-
-def _leanest(layout: Layout, stated: StatedSplit) -> Layout:
-    """Return the layout with every layer recomputed, where any is."""
-    layers = stated.recompute_layers if layout.recompute is Recompute.FULL else None
-    return replace(layout, recompute_layers=layers or 0)
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return tuple(replace(layout, recompute_layers=layers) for layers in (enough, *everything))
 
 
 def _solved(
@@ -147,13 +153,7 @@ def _solved(
             break
         known.append(answer.layers_per_stage)
         given = replace(layout, layers_per_stage=answer.layers_per_stage)
-        candidate = _fitting(costs, given, limits, stated)
-        if candidate is None:
-            continue
-        exact = costs.seconds(candidate)
+        candidate, exact = _fastest(costs, given, limits, stated)
         if exact < seconds:
             best, seconds = candidate, exact
-    else:
-        bound = min(bound, seconds)
-    closest = best or _leanest(layout, stated)
-    return Outcome(layout=best, seconds=seconds, closest=closest, bound=bound, num_exact=len(known))
+    return Outcome(layout=best, seconds=seconds, bound=min(bound, seconds), num_exact=len(known))

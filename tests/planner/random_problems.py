@@ -6,18 +6,19 @@ of the layers by cutting, and ranks by `judge`'s full value and memory.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import dataclass, replace
+from itertools import combinations, islice, pairwise, product
 
 from costmodels.hardware import Cluster, make_cluster
 from costmodels.job import Optimizer, Target, TrainingJob
 from costmodels.layout import ContextParallelType, Layout, Offload, Recompute, Schedule
+from costmodels.layout_table import table_of
 from costmodels.memory import estimate_memory
 from costmodels.model import MixtureOfExperts, ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
 from planner.judge import Judgement, Verdict, judge, memory_verdict
-from planner.rules import violations
+from planner.rules import legal_mask
 
 ORDERS = (
     ("tp", "cp", "dp", "pp"),
@@ -39,7 +40,7 @@ class Problem:
 
 def random_problem(seed: int) -> Problem:
     """A dense or expert model of few layers on 1 to 8 GPUs, memory from ample to hopeless."""
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311 - problems, not secrets
     gpus = rng.choice([1, 2, 2, 3, 4, 4, 4, 6, 8, 8])
     node = rng.choice([n for n in (1, 2, 3, 4, 8) if gpus % n == 0 and n <= gpus])
     memory = rng.choice([3, 4, 5, 6, 8, 12, 24, 80])
@@ -106,7 +107,7 @@ def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     """Every way to cut layers into stages of at least one."""
     for inner in combinations(range(1, layers), stages - 1):
         edges = (0, *inner, layers)
-        yield tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+        yield tuple(b - a for a, b in pairwise(edges))
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
@@ -199,12 +200,10 @@ def answers(problem: Problem) -> dict[tuple[object, ...], Judgement]:
     """The fastest layout that fits of each distinct kind, by trying all."""
     best: dict[tuple[object, ...], Judgement] = {}
     inputs = (problem.model, problem.job, problem.cluster)
-    for plain in layouts(problem):
-        if violations(*inputs, plain):
-            continue  # legality does not depend on the split
-        for layout in _with_splits(problem.model.num_layers, plain):
-            if memory_verdict(estimate_memory(*inputs, layout), problem.cluster) != "fits":
-                continue
+    tried = list(layouts(problem))
+    legal, _ = legal_mask(*inputs, table_of(tried))  # the split changes nothing there
+    for plain in (plain for plain, obeys in zip(tried, legal, strict=True) if obeys):
+        for layout in _fitting(problem, plain):
             said = judge(*inputs, layout)
             assert said.verdict is Verdict.FITS
             key = kind_of(layout)
@@ -213,14 +212,23 @@ def answers(problem: Problem) -> dict[tuple[object, ...], Judgement]:
     return best
 
 
-def _with_splits(layers: int, plain: Layout) -> Iterator[Layout]:
+def _fitting(problem: Problem, plain: Layout) -> Iterator[Layout]:
+    """Every split that fits, with all layers recomputed and with the fewest that fit."""
+    layers = problem.model.num_layers
     free = plain.stages_per_rank == 1 and plain.pipeline_parallel > 1
-    splits = cuts(layers, plain.num_stages) if free else (plain.layers_per_stage,)
-    for split in splits:
-        counts = range(max(split)) if plain.recompute is Recompute.FULL else (0,)
-        for count in counts:
-            fields = {name: getattr(plain, name) for name in Layout.__dataclass_fields__}
-            yield Layout(**fields | {"layers_per_stage": split, "recompute_layers": count})
+    for split in cuts(layers, plain.num_stages) if free else (plain.layers_per_stage,):
+        whole = replace(plain, layers_per_stage=split)
+        if _fits(problem, whole):
+            yield whole
+        if plain.recompute is Recompute.FULL:
+            counts = range(1, max(split))
+            some = (replace(whole, recompute_layers=count) for count in counts)
+            yield from islice((layout for layout in some if _fits(problem, layout)), 1)
+
+
+def _fits(problem: Problem, layout: Layout) -> bool:
+    memory = estimate_memory(problem.model, problem.job, problem.cluster, layout)
+    return memory_verdict(memory, problem.cluster) is Verdict.FITS
 
 
 def kind_of(layout: Layout) -> tuple[object, ...]:
