@@ -4,14 +4,14 @@ A row's blanks mean "not stated": each gets the planner's best assumption, said 
 a row was measured at, where it comes from and which family it belongs to is never read here.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from costmodels.hardware import Cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
-from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.parameters import matmul_parameters
 from costmodels.profile_toml import make_cluster, read_profile
+from planner.measured_layouts import read_layouts
 from planner.measured_model import Row, UnsupportedRowError, integer, read_model_columns
 
 PROFILES = {
@@ -57,10 +57,6 @@ FRAMEWORKS = (
 
 PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the common recipe
 
-# Modules that are cheap to run again for the memory that they free (Megatron-Bridge's recipes for
-# expert models).
-CHEAP_MODULES = ("layernorm", "mla_up_proj", "moe_act")
-
 UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
 
 
@@ -94,7 +90,7 @@ def interpret(row: Row) -> MeasuredJob:
     data_parallel = integer(row, "dp")
     batch = _global_batch(row, data_parallel, notes)
     job = _job(row, batch, notes)
-    layouts = _layouts(row, model, job, notes)
+    layouts = read_layouts(row, model, job, notes)
     return MeasuredJob(
         model=model, job=job, cluster=cluster, layouts=layouts, note="; ".join(notes)
     )
@@ -177,149 +173,3 @@ def _switches(row: Row, tags: frozenset[str]) -> Switches:
         fp8_all_gather="fp8-all-gather" in tags,
         power_limited="power-limited" in tags,
     )
-
-
-def _layouts(row: Row, model: ModelSpec, job: TrainingJob, notes: list[str]) -> tuple[Layout, ...]:
-    data_parallel, tensor_parallel = integer(row, "dp"), integer(row, "tp")
-    pipeline_parallel, context_parallel = integer(row, "pp"), integer(row, "cp")
-    counts = _stages_per_rank(row, model, job, pipeline_parallel, notes)
-    shards = data_parallel * context_parallel
-    zero_stage, zero_group = _zero(row, shards, notes)
-    base = Layout(
-        data_parallel=data_parallel,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        context_parallel=context_parallel,
-        expert_parallel=integer(row, "ep", 1),
-        expert_tensor_parallel=integer(row, "etp", 1),
-        zero_stage=zero_stage,
-        zero_group=zero_group,
-        stages_per_rank=counts[0],
-        schedule=_schedule(row, counts[0]),
-        sequence_parallel=tensor_parallel > 1 and row["sp"] != "0",
-        layers_per_stage=_stages(row, model, job.target, pipeline_parallel * counts[0]),
-        recompute_modules=tuple(row["recompute_modules"].split()),
-    )
-    splits = [
-        replace(
-            base,
-            stages_per_rank=count,
-            schedule=_schedule(row, count),
-            layers_per_stage=_stages(row, model, job.target, pipeline_parallel * count),
-        )
-        for count in counts
-    ]
-    readings = [one for split in splits for one in _recompute_readings(row, model, split)]
-    if not row["recompute"]:
-        readings.sort(key=lambda one: tuple(Recompute).index(one.recompute))
-        notes.append("recompute not stated: the least that fits")
-    per_replica, rest = divmod(job.global_batch_size, data_parallel)
-    if rest:
-        raise UnsupportedRowError(
-            f"global batch {job.global_batch_size} does not divide over {data_parallel} replicas"
-        )
-    if row["micro_batch"]:
-        sizes: tuple[int, ...] = (integer(row, "micro_batch"),)
-    else:
-        sizes = tuple(size for size in (1, 2, 4, 8) if per_replica % size == 0)
-        notes.append("micro-batch not stated: the fastest that fits")
-    if any(per_replica % size for size in sizes):
-        raise UnsupportedRowError(
-            f"{per_replica} sequences per replica do not divide into micro-batches of {sizes[0]}"
-        )
-    return tuple(
-        replace(reading, micro_batch_size=size, num_micro_batches=per_replica // size)
-        for reading in readings
-        for size in sizes
-    )
-
-
-def _stages_per_rank(
-    row: Row, model: ModelSpec, job: TrainingJob, pipeline_parallel: int, notes: list[str]
-) -> tuple[int, ...]:
-    """Return how many stages a rank may hold: as stated, or what divides its layers.
-
-    Megatron runs that state no schedule are tuned ones, which interleave where it pays.
-    """
-    if pipeline_parallel == 1:
-        return (1,)
-    stated = row["schedule"].lower()
-    if row["vpp"] or stated not in ("", "interleaved-1f1b"):
-        return (integer(row, "vpp", 1),)
-    if not stated and job.target is not Target.MEGATRON:
-        return (1,)
-    layers, rest = divmod(model.num_layers, pipeline_parallel)
-    several = tuple(v for v in range(2, layers + 1) if layers % v == 0 and not rest)
-    if not stated:
-        several = (1, *several)
-    notes.append("stages per rank not stated: the fastest")
-    return several or (1,)
-
-
-def _recompute_readings(row: Row, model: ModelSpec, base: Layout) -> tuple[Layout, ...]:
-    """Return what a row may mean by its recomputation, least first.
-
-    Where it says nothing: none; modules (those of Megatron's own recipes where there are experts or
-    latent attention); then whole layers, a quarter of each stage more at a time.
-    """
-    if row["recompute"]:
-        return (replace(base, recompute=Recompute(row["recompute"])),)
-    modules = [base.recompute_modules]
-    if model.moe is not None or model.latent_attention is not None:
-        modules.append(CHEAP_MODULES)
-    most = max(base.layers_per_stage)
-    counts = sorted({-(-most * quarters // 4) for quarters in (1, 2, 3)})
-    return (
-        base,
-        *(
-            replace(base, recompute=Recompute.SELECTIVE, recompute_modules=names)
-            for names in modules
-        ),
-        *(
-            replace(base, recompute=Recompute.FULL, recompute_layers=count)
-            for count in counts
-            if count <= min(base.layers_per_stage)
-        ),
-        replace(base, recompute=Recompute.FULL),
-    )
-
-
-def _zero(row: Row, shards: int, notes: list[str]) -> tuple[int, int]:
-    if not row["zero"]:
-        if shards > 1:
-            notes.append("ZeRO not stated: taken as 1")
-        return 1, shards
-    stage, _, group = row["zero"].partition("/")
-    return int(stage), min(int(group), shards) if group else shards
-
-
-def _schedule(row: Row, stages_per_rank: int) -> Schedule:
-    stated = row["schedule"].lower()
-    if stated in ("", "1f1b", "interleaved-1f1b", "1f1b redis"):
-        return Schedule.INTERLEAVED if stages_per_rank > 1 else Schedule.ONE_F_ONE_B
-    if stated in {member.value for member in Schedule}:
-        return Schedule(stated)
-    raise UnsupportedRowError(f"schedule {row['schedule']!r} is outside the contract")
-
-
-def _stages(row: Row, model: ModelSpec, target: Target, num_stages: int) -> tuple[int, ...]:
-    tags = row["switches"].split()
-    if "embedding-and-head-count-as-layers" in tags and num_stages > 1:
-        counts = split_layers(model.num_layers + 2, num_stages)
-        return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
-    # nanotron balances its stages by the work of their blocks.
-    if ("uneven-stages" in tags or target is Target.NANOTRON) and num_stages > 1:
-        return _balanced_stages(model, num_stages)
-    return split_layers(model.num_layers, num_stages)
-
-
-def _balanced_stages(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
-    """Spread layers so that the last stage's output head weighs as many layers as it works.
-
-    The rows say that stages are uneven, not how; this is why anybody makes them so.
-    """
-    head = model.vocab_size * model.hidden_size
-    layers = (matmul_parameters(model) - head) / model.num_layers
-    share = (model.num_layers + head / layers) / num_stages
-    last = max(1, round(share - head / layers))
-    return (*split_layers(model.num_layers - last, num_stages - 1), last)
