@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.block_memory import BlockMemory
-from costmodels.job import TrainingJob
+from costmodels.job import Optimizer, TrainingJob
 from costmodels.layout import Layout, Offload, Recompute
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.schedule import held_moments
@@ -74,6 +74,7 @@ def fullest_moment(
     saved, norm = float(logits.saved[0]), float(logits.norm[0])
     backward = moving.recompute if _recomputes_whole_stage(layout, stages) else moving.layers
     has_head = layout.num_stages - 1 in stages
+    backward = backward + moving.after_head * has_head
     late = _late_gradients(model, layout, blocks, stages)
     step = step_bytes(model, job, layout, blocks, stages) + late
     found = [replace(states, transient=step)]
@@ -94,7 +95,8 @@ def fullest_moment(
             found.append(replace(layers, logits=output, transient=float(moving.head[0])))
         if 0 in stages and moment[0]:
             left = layers.activations - per_micro_batch[0]
-            last = float(moving.embedding[0]) + late
+            reduced = late - float(blocks.embedding.late_gradients[0])
+            last = float(moving.embedding[0]) + reduced
             found.append(replace(layers, activations=left, transient=last))
     return max(found, key=lambda parts: parts.reserved)
 
@@ -180,6 +182,9 @@ def step_bytes(
     """Return buckets, and the copies of 16-bit gradients that optimizers make of their shard."""
     per_weight, behaviour = bytes_per_weight(job), BEHAVIOURS[job.target]
     copies = behaviour.step_bytes if per_weight.gradient < FP32_BYTES else 0
+    master = per_weight.working if job.optimizer is Optimizer.ADAMW_BF16 else FP32_BYTES
+    if behaviour.casts_to_master and master != per_weight.gradient:
+        copies = master
     if not per_weight.optimizer:
         return behaviour.bucket_bytes
     held = blocks_of_rank(model, layout, blocks, stages)

@@ -67,8 +67,8 @@ class BlockStates:
 
     Attributes:
         local_weights: Weights that the rank computes with.
-        late_gradients: Bytes of cut gradients that a step's only backward pass brings into being,
-            counted there rather than under `gradients`.
+        late_gradients: Bytes of cut gradients that come into being with the step's last backward
+            pass, beside `gradients`.
         gathered: Bytes of those weights when ZeRO-3 has gathered them; 0 where they always are.
 
     """
@@ -221,6 +221,10 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     gradients = np.where(stays, whole_gradients, states.gradients)
     is_late = (table.zero_stage >= ZERO_2) & (table.num_micro_batches == 1)
     is_late &= behaviour.cuts_gradients_late & (table.pipeline_parallel == 1)
+    late = np.where(is_late, gradients, 0)
+    if behaviour.cuts_gradients_late and per_weight.optimizer:
+        shard = states.optimizer / per_weight.optimizer * per_weight.gradient
+        late = np.where((table.zero_stage == 1) & (table.zero_group > 1), shard, late)
     moves = table.offload_parameters.astype(bool)
     moves_optimizer = moves | table.offload_optimizer.astype(bool)
     host = np.where(moves, parameters, 0) + np.where(moves_optimizer, states.optimizer, 0)
@@ -229,7 +233,7 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     return BlockStates(
         parameters=np.where(moves, 0, parameters),
         gradients=np.where(is_late, 0, gradients),
-        late_gradients=np.where(is_late, gradients, 0),
+        late_gradients=late,
         optimizer=np.where(moves_optimizer, 0, states.optimizer),
         local_weights=states.local_weights,
         gathered=np.where(shards_weights & ~stays, whole, 0),

@@ -21,6 +21,8 @@ class FrameworkBehaviour:
         bf16_gradient_bytes: Gradient accumulation format of bf16 (and fp8) training.
         fp16_gradient_bytes: The same under fp16.
         fp32_gradients_beside: Under fp32 accumulation, 16-bit gradients exist too.
+        casts_to_master: At the step a shard's gradients are cast to the master weights' format,
+            where that is another.
         step_bytes: Copies of its shard's gradients that the optimizer makes at the step, beside
             16-bit gradients (flattened, cast to fp32).
         flat_step_buffers: Those copies are few and large, so that no block that activations left
@@ -29,8 +31,8 @@ class FrameworkBehaviour:
             gathered (FSDP2).
         cuts_gradients_late: Cut gradients come into being when a backward pass reduces them, so
             that the only micro-batch of a step meets none; stage 1's, once per step.
-        collects_gradients: A unit's 16-bit gradients move into its reduction buffer one by one;
-            otherwise they wait beside it.
+        collects_gradients: A unit's 16-bit gradients move into its reduction buffer one by one,
+            while the buffer of the unit before is reduced; otherwise they wait beside their own.
         keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
             keeps them, and whole gradients too, over all micro-batches.
         gathered_layers: Layers whose weights are whole at once under ZeRO-3 (current, prefetched).
@@ -70,6 +72,7 @@ class FrameworkBehaviour:
     bf16_gradient_bytes: int
     fp16_gradient_bytes: int
     fp32_gradients_beside: bool = False
+    casts_to_master: bool = False
     step_bytes: int = 0
     flat_step_buffers: bool = False
     master_is_parameter: bool = False
@@ -109,7 +112,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     Target.NATIVE: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
-        step_bytes=4,
+        casts_to_master=True,
         cuts_gradients_late=True,
         collects_gradients=True,
         saves_gathered_input=True,

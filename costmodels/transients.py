@@ -36,6 +36,7 @@ class Transients:
         always: Buckets, placeholders and messages, whatever runs.
         layers: While a layer runs backward.
         recompute: The same where it is recomputed in full first.
+        after_head: What the last layer meets on top: the head's gradients under reduction.
         embedding: While the embedding runs backward, last of all.
         head: While the head runs backward, the logits and their gradient apart.
 
@@ -46,6 +47,7 @@ class Transients:
     always: Column
     layers: Column
     recompute: Column
+    after_head: Column
     embedding: Column
     head: Column
 
@@ -79,7 +81,9 @@ def transients(
     )
     backward = np.maximum.reduce([layer.transient for layer in activations])
     brought_back = np.maximum.reduce([layer.everything - layer.recomputed for layer in activations])
-    layers = always + gradients + largest + backward
+    outstanding = gradients if BEHAVIOURS[job.target].collects_gradients else 0.0
+    layers = always + gradients + outstanding + largest + backward
+    of_head = _whole_gradients(job, table, head)
     stream = _stream(model, job, table)
     # A tied table's gradient from the head waits for the one from the embedding, and their sum.
     is_tied = model.tied_embeddings & (table.pipeline_parallel == 1)
@@ -91,10 +95,12 @@ def transients(
         always=always,
         layers=layers,
         recompute=layers + brought_back,
+        after_head=np.maximum(of_head - gradients, 0.0) * (outstanding is gradients),
         embedding=always
+        + outstanding
         + _whole_gradients(job, table, embedding)
         + _product(job, embedding.local_weights) * copies,
-        head=always + _whole_gradients(job, table, head) + _product(job, output),
+        head=always + of_head + _product(job, output),
     )
 
 

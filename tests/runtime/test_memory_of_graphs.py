@@ -1,0 +1,65 @@
+"""Estimated peaks of the native runtime against the dry run's, which share no formula."""
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.hardware import make_cluster
+from costmodels.job import Optimizer, TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule
+from costmodels.memory import estimate_memory
+from costmodels.profile_toml import read_profile
+from planner.presets import read_model
+from runtime.dry_run import dry_run
+from runtime.lower import lower_graph
+
+LLAMA = replace(read_model("llama-3.1-8b"), num_layers=4)
+SMALL = replace(read_model("llama-3.2-1b"), num_layers=4)  # tied embeddings
+
+ONE_STAGE = {"layers_per_stage": (4,)}
+SHARDED = {**ONE_STAGE, "data_parallel": 4, "zero_group": 4}
+CASES = {
+    "plain": (SMALL, ONE_STAGE, {}),
+    "accumulation": (SMALL, {**ONE_STAGE, "num_micro_batches": 3}, {}),
+    "full recomputation": (LLAMA, {**ONE_STAGE, "recompute": Recompute.FULL}, {}),
+    "sequence parallel": (
+        SMALL,
+        {**ONE_STAGE, "tensor_parallel": 4, "sequence_parallel": True},
+        {},
+    ),
+    "optimizer states cut": (LLAMA, {**SHARDED, "zero_stage": 1}, {"grad_dtype": "bf16"}),
+    "bf16 states": (LLAMA, {**SHARDED, "zero_stage": 1}, {"optimizer": Optimizer.ADAMW_BF16}),
+    "gradients cut": (LLAMA, {**SHARDED, "zero_stage": 2, "num_micro_batches": 2}, {}),
+    "weights cut": (LLAMA, {**SHARDED, "zero_stage": 3, "recompute": Recompute.FULL}, {}),
+    "tied weights cut": (SMALL, {**SHARDED, "zero_stage": 3}, {}),
+    "1f1b": (
+        SMALL,
+        {"pipeline_parallel": 2, "num_micro_batches": 4, "layers_per_stage": (1, 3)},
+        {},
+    ),
+    "interleaved": (
+        SMALL,
+        {
+            "pipeline_parallel": 2,
+            "stages_per_rank": 2,
+            "num_micro_batches": 4,
+            "schedule": Schedule.INTERLEAVED,
+            "layers_per_stage": (1, 1, 1, 1),
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_live_peak_of_every_pipeline_rank_is_within_five_percent(case):
+    model, axes, options = CASES[case]
+    layout = Layout(**axes)
+    job = TrainingJob(seq_len=1024, global_batch_size=layout.global_batch_size, **options)
+    cluster = make_cluster(read_profile("h100-sxm-80gb"), layout.num_gpus, 4)
+    memory = estimate_memory(model, job, cluster, layout)
+    lowered = lower_graph(model, job, layout)
+    for place, parts in enumerate(memory.per_rank):
+        rank = place * layout.num_gpus // layout.pipeline_parallel
+        graph = dry_run(lowered, job, layout, rank).peak
+        assert parts.allocated == pytest.approx(graph, rel=0.05)
