@@ -136,6 +136,22 @@ def read_cluster(arguments: Namespace, profile: HardwareProfile) -> Cluster:
     return make_cluster(profile, gpus, arguments.gpus_per_node)
 
 
+def read_gpus(text: str) -> int | range | None:
+    """Read --gpus of a search: a count, a range "8..1024" (both ends included), None for auto.
+
+    Raises:
+        ValueError: It is none of these.
+
+    """
+    if text == "auto":
+        return None
+    low, dots, high = text.partition("..")
+    try:
+        return range(positive(low), positive(high)) if dots else positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--gpus: {error} (a count, auto, or a range 8..1024)") from None
+
+
 def read_job(arguments: Namespace, model: ModelSpec, batch_multiple: int) -> TrainingJob:
     """Return the job that the flags describe.
 

@@ -3,25 +3,27 @@
 import json
 import time
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli import NO_ANSWER
+from planner.cli import NO_ANSWER, NoAnswerError
 from planner.cli.constraint_flags import add_constraint_flags, read_constraints
 from planner.cli.flags import (
     add_input_flags,
     positive,
-    read_cluster,
+    read_gpus,
     read_hardware_flags,
     read_job,
     read_model_flag,
 )
 
 if TYPE_CHECKING:
-    from costmodels.hardware import Cluster
+    from costmodels.hardware import HardwareProfile
     from costmodels.job import TrainingJob
     from costmodels.model import ModelSpec
-    from planner.search import SearchResult
+    from planner.constraints import Constraints
+    from planner.search_report import Answer
 
 EXAMPLE = "planner search --gpus 64 --model 70b -o plan.json"
 
@@ -36,101 +38,75 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Search, print the ranking and write the best plan; 1 where nothing fits."""
-    from planner.search import search
+    from planner.plan import write_plan
+    from planner.search_report import answer_json, answer_lines, best_plan
 
     started = time.perf_counter()
     model = read_model_flag(arguments)
-    cluster = read_cluster(arguments, read_hardware_flags(arguments))
-    job = read_job(arguments, model, cluster.num_gpus)
-    result = search(model, job, cluster, read_constraints(arguments), top=arguments.top)
-    if arguments.output and result.plans:
-        _write_best(result, model, job, cluster, arguments.output)
-    seconds = time.perf_counter() - started
+    profile = read_hardware_flags(arguments)
+    constraints = _constraints(arguments)
+    answer = _answer(arguments, model, profile, constraints)
+    if arguments.output and answer.plans:
+        write_plan(best_plan(answer), arguments.output)
     if arguments.json:
-        print(json.dumps(_result_json(result, model, job, cluster, seconds)))
+        print(json.dumps(answer_json(answer, time.perf_counter() - started)))
     else:
-        print(_result_text(result, model, job, cluster))
-        if arguments.output and result.plans:
+        print("\n".join(answer_lines(answer)))
+        if arguments.output and answer.plans:
             print(f"wrote {arguments.output}")
-    return 0 if result.plans else NO_ANSWER
+    return 0 if answer.plans else NO_ANSWER
 
 
-def _write_best(
-    result: "SearchResult",
+def _constraints(arguments: Namespace) -> "Constraints":
+    """Read the constraints; for our own runtime, only what it runs is offered."""
+    from costmodels.job import Target
+
+    constraints = read_constraints(arguments)
+    return replace(constraints, runnable=Target(arguments.target) is Target.NATIVE)
+
+
+def _answer(
+    arguments: Namespace,
     model: "ModelSpec",
-    job: "TrainingJob",
-    cluster: "Cluster",
-    path: Path,
-) -> None:
-    from costmodels.schedule import build_schedule
-    from planner.contract import judgement_json
-    from planner.plan import Plan, SolverStatus, write_plan
+    profile: "HardwareProfile",
+    constraints: "Constraints",
+) -> "Answer":
+    """Search at one count of GPUs, at the fewest that fit, or at every count of a range."""
+    from costmodels.hardware import make_cluster
+    from planner.search import search
+    from planner.search_report import Answer, Found
+    from planner.sizing import counts_between, fewest_gpus, sweep
 
-    best = result.plans[0]
-    layout = best.layout
-    actions: tuple[str, ...] = ()
-    if layout.pipeline_parallel > 1:
-        table = build_schedule(
-            layout.schedule,
-            layout.pipeline_parallel,
-            layout.stages_per_rank,
-            layout.num_micro_batches,
+    def job_of(gpus: int) -> "TrainingJob":
+        return read_job(arguments, model, gpus)
+
+    wanted = read_gpus(arguments.gpus)
+    node = arguments.gpus_per_node
+    if isinstance(wanted, range):
+        node_size = node or profile.gpus_per_node
+        counts = counts_between(wanted.start, wanted.stop, node_size)
+        sizes = sweep(model, job_of, profile, constraints, counts=counts, gpus_per_node=node)
+        fitting = [size.num_gpus for size in sizes if size.result.plans]
+        return Answer(
+            model=model,
+            found=tuple(
+                Found(
+                    job=job_of(size.num_gpus),
+                    cluster=make_cluster(profile, size.num_gpus, min(node_size, size.num_gpus)),
+                    result=size.result,
+                )
+                for size in sizes
+            ),
+            smallest_gpus=min(fitting, default=None),
         )
-        actions = tuple(" ".join(row) for row in table.strings())
-    solver = SolverStatus(
-        status=result.status,
-        num_layouts=result.num_layouts,
-        num_solved=result.num_solved,
-        bound_seconds=result.bound_seconds,
-    )
-    plan = Plan(
-        model=model,
-        job=job,
-        cluster=cluster,
-        layout=layout,
-        estimate=judgement_json(best, model, job, cluster),
-        solver=solver,
-        actions=actions,
-    )
-    write_plan(plan, path)
-
-
-def _result_json(
-    result: "SearchResult",
-    model: "ModelSpec",
-    job: "TrainingJob",
-    cluster: "Cluster",
-    seconds: float,
-) -> dict[str, object]:
-    from planner.contract import SCHEMA, judgement_json
-
-    plans = [
-        {**judgement_json(plan, model, job, cluster), "rank": rank}
-        for rank, plan in enumerate(result.plans, start=1)
-    ]
-    return {
-        "schema": SCHEMA,
-        "status": result.status,
-        "plans": plans,
-        "num_layouts": result.num_layouts,
-        "rejected": result.rejected,
-        "nearest_miss": None,
-        "smallest_gpus_that_fit": None,
-        "search_seconds": round(seconds, 3),
-    }
-
-
-def _result_text(
-    result: "SearchResult", model: "ModelSpec", job: "TrainingJob", cluster: "Cluster"
-) -> str:
-    from planner.report import heading, ranking_table
-
-    lines = [heading(model, job, cluster), ""]
-    lines += ranking_table(result.plans)
-    most = sorted(result.rejected.items(), key=lambda item: -item[1])[:3]
-    reasons = ", ".join(f"{count:,} {rule}" for rule, count in most)
-    lines.append(
-        f"{result.num_layouts:,} layouts, {sum(result.rejected.values()):,} rejected: {reasons}"
-    )
-    lines.append(f"{result.status}")
-    return "\n".join(lines)
+    fewest = None
+    if wanted is None:
+        fewest = fewest_gpus(model, job_of, profile, constraints, gpus_per_node=node)
+        if fewest is None:
+            raise NoAnswerError("no number of GPUs fits under these constraints")
+    gpus = fewest or wanted
+    assert gpus is not None
+    cluster = make_cluster(profile, gpus, node)
+    result = search(model, job_of(gpus), cluster, constraints, top=arguments.top)
+    one = Found(job=job_of(gpus), cluster=cluster, result=result)
+    return Answer(model=model, found=(one,), smallest_gpus=fewest)

@@ -1,0 +1,211 @@
+"""What `planner search` prints: one ranking, or the best plan at every count of GPUs."""
+
+from dataclasses import dataclass
+
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.model import ModelSpec
+from costmodels.schedule import build_schedule
+from planner.codec import Json, encode
+from planner.contract import SCHEMA, judgement_json
+from planner.explain.reasons import limits, why_first
+from planner.judge import Judgement
+from planner.nearest import NearestMiss
+from planner.plan import Plan, SolverStatus
+from planner.report import VERDICT_WORDS, heading, layout_words, ranking_table
+from planner.search import SearchResult
+
+REASONS = 4  # rejected rules that are worth a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The answer for one job on one cluster."""
+
+    job: TrainingJob
+    cluster: Cluster
+    result: SearchResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Everything that a search found.
+
+    Attributes:
+        found: One entry; one per count of GPUs for a sweep.
+        smallest_gpus: Fewest GPUs that fit, where that was asked.
+
+    """
+
+    model: ModelSpec
+    found: tuple[Found, ...]
+    smallest_gpus: int | None = None
+
+    @property
+    def plans(self) -> tuple[tuple[Found, Judgement], ...]:
+        """Plans with their job and cluster, fastest first."""
+        pairs = [(one, plan) for one in self.found for plan in one.result.plans]
+        return tuple(sorted(pairs, key=_seconds_per_token))
+
+
+def _seconds_per_token(pair: tuple[Found, Judgement]) -> float:
+    _, plan = pair
+    assert plan.time is not None
+    return plan.time.step_seconds / plan.time.tokens
+
+
+def best_plan(answer: Answer) -> Plan:
+    """Return the fastest plan as what is written to a file."""
+    found, best = answer.plans[0]
+    layout, result = best.layout, found.result
+    actions: tuple[str, ...] = ()
+    if layout.pipeline_parallel > 1:
+        table = build_schedule(
+            layout.schedule,
+            layout.pipeline_parallel,
+            layout.stages_per_rank,
+            layout.num_micro_batches,
+        )
+        actions = tuple(" ".join(row) for row in table.strings())
+    return Plan(
+        model=answer.model,
+        job=found.job,
+        cluster=found.cluster,
+        layout=layout,
+        estimate=judgement_json(best, answer.model, found.job, found.cluster),
+        solver=SolverStatus(
+            status=result.status,
+            num_layouts=result.num_layouts,
+            num_solved=result.num_solved,
+            bound_seconds=result.bound_seconds,
+        ),
+        actions=actions,
+    )
+
+
+def answer_json(answer: Answer, seconds: float) -> dict[str, object]:
+    """Return the contract's search object."""
+    last = answer.found[-1].result
+    plans = [
+        {**judgement_json(plan, answer.model, found.job, found.cluster), "rank": rank}
+        for rank, (found, plan) in enumerate(answer.plans, start=1)
+    ]
+    rejected: dict[str, int] = {}
+    for found in answer.found:
+        for rule, count in found.result.rejected.items():
+            rejected[rule] = rejected.get(rule, 0) + count
+    return {
+        "schema": SCHEMA,
+        "status": _status(answer),
+        "plans": plans,
+        "num_layouts": sum(found.result.num_layouts for found in answer.found),
+        "num_legal": sum(found.result.num_legal for found in answer.found),
+        "num_solved": sum(found.result.num_solved for found in answer.found),
+        "rejected": rejected,
+        "nearest_miss": None if answer.plans else _miss_json(answer, last.nearest_miss),
+        "smallest_gpus_that_fit": answer.smallest_gpus,
+        "search_seconds": round(seconds, 3),
+    }
+
+
+def _status(answer: Answer) -> str:
+    with_plans = [found.result.status for found in answer.found if found.result.plans]
+    if not with_plans:
+        return "infeasible"
+    return "optimal" if all(status == "optimal" for status in with_plans) else "feasible"
+
+
+def _miss_json(answer: Answer, miss: NearestMiss | None) -> dict[str, Json] | None:
+    if miss is None:
+        return None
+    found = answer.found[-1]
+    relaxations: list[Json] = [
+        {"change": one.change, "gpus": one.gpus, "layout": encode(one.layout)}
+        for one in miss.relaxations
+    ]
+    return {
+        "estimate": judgement_json(miss.judgement, answer.model, found.job, found.cluster),
+        "lacking_gib": encode(miss.lacking_gib),
+        "memory": "host" if miss.of_host else "device",
+        "stage": miss.stage,
+        "part": miss.part,
+        "relaxations": relaxations,
+    }
+
+
+def answer_lines(answer: Answer) -> list[str]:
+    """Return what people read."""
+    if len(answer.found) > 1:
+        return _sweep_lines(answer)
+    (found,) = answer.found
+    lines = [heading(answer.model, found.job, found.cluster), ""]
+    if answer.smallest_gpus is not None:
+        lines.insert(1, f"the fewest GPUs that fit: {answer.smallest_gpus}")
+    if found.result.plans:
+        lines += [*ranking_table(found.result.plans), "", *_reason_lines(found.result)]
+    else:
+        lines += _miss_lines(found.result)
+    return [*lines, _census_line(found.result)]
+
+
+def _reason_lines(result: SearchResult) -> list[str]:
+    best = result.plans[0]
+    assert best.time is not None
+    spent = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in limits(best.time)[:3])
+    lines = [f"row 1 spends its step on {spent}"]
+    if len(result.plans) > 1:
+        lines.append(f"row 1 against row 2: {why_first(best, result.plans[1])}")
+    if best.verdict.value != "fits":
+        lines.append("nothing fits safely; these may run out of memory")
+    return lines
+
+
+def _miss_lines(result: SearchResult) -> list[str]:
+    miss = result.nearest_miss
+    if miss is None:
+        return ["no layout is legal under these constraints"]
+    where = "host memory per node" if miss.of_host else f"the GPUs of pipeline rank {miss.stage}"
+    lines = [
+        "nothing fits",
+        f"nearest miss: {layout_words(miss.judgement.layout)}",
+        f"  lacks {miss.lacking_gib:.1f} GiB in {where}; the largest part is {miss.part}",
+    ]
+    return lines + [
+        f"  fits with {one.change} ({one.gpus} GPUs): {layout_words(one.layout)}"
+        for one in miss.relaxations
+    ]
+
+
+def _census_line(result: SearchResult) -> str:
+    most = sorted(result.rejected.items(), key=lambda item: (-item[1], item[0]))[:REASONS]
+    reasons = ", ".join(f"{rule} {count:,}" for rule, count in most)
+    counted = (
+        f"{result.num_layouts:,} layouts, {result.num_legal:,} legal; rejected: {reasons}, ..."
+    )
+    if result.status == "optimal":
+        return f"{counted}\noptimal: no layout of this space is predicted faster"
+    if result.status == "feasible":
+        return f"{counted}\nfeasible: at most {100 * result.gap:.2f} % from the best (not proved)"
+    return f"{counted}\ninfeasible"
+
+
+def _sweep_lines(answer: Answer) -> list[str]:
+    lines = [f"{'GPUs':>7} {'step s':>9} {'tok/s/GPU':>10} {'MFU':>7}  layout"]
+    for found in answer.found:
+        gpus = found.cluster.num_gpus
+        if not found.result.plans:
+            lines.append(f"{gpus:>7} {'':>28}  nothing fits")
+            continue
+        best = found.result.plans[0]
+        assert best.time is not None
+        words = layout_words(best.layout)
+        if best.verdict.value != "fits":
+            words += f"  ({VERDICT_WORDS[best.verdict.value]})"
+        rate = best.time.tokens_per_second_per_gpu
+        lines.append(
+            f"{gpus:>7} {best.time.step_seconds:>9.4g} {rate:>10,.0f} "
+            f"{100 * best.time.mfu:>5.1f} %  {words}"
+        )
+    if answer.smallest_gpus is not None:
+        lines.append(f"the fewest GPUs that fit: {answer.smallest_gpus}")
+    return lines
