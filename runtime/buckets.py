@@ -16,7 +16,7 @@ parallelism, tied embeddings on two stages) are summed after that.
 Source: Rajbhandari et al., ZeRO, SC 2020, section 5; HSDP: Zhao et al., arXiv:2304.11277.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ from runtime import collectives
 from runtime.mesh import Group
 from runtime.pending import Pending  # noqa: TC001  (imports look alike everywhere)
 from runtime.program import ParameterShard
+
+Values = Callable[[ParameterShard], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,19 @@ class Bucket:
         *,
         grad_dtype: torch.dtype,
         master_dtype: torch.dtype,
+        values: Values | None = None,
     ) -> None:
-        """Move the parameters' values into flat storage, of which they become views."""
+        """Move the parameters' values into flat storage, of which they become views.
+
+        Args:
+            parameters: With their places in the model.
+            sharing: How ranks share their states.
+            grad_dtype: What gradients are summed and kept in.
+            master_dtype: What the optimizer updates.
+            values: Makes this rank's piece of a parameter, on the device where it goes; None
+                keeps the values that the parameters have.
+
+        """
         self.sharing = sharing
         self.parameters = tuple(parameter for _, parameter in parameters)
         self._grad_dtype = grad_dtype
@@ -113,7 +126,7 @@ class Bucket:
         size = length // ways
         self._begin = sharing.zero.index * size if ways > 1 else 0
         own = slice(self._begin, self._begin + size)
-        self.full = self._fill(length)
+        self.full = self._fill(parameters, length, values)
         cuts_weights = sharing.cuts("weights")
         self._weights = self.full[own]
         if cuts_weights:
@@ -131,12 +144,19 @@ class Bucket:
         if cuts_weights:
             self.free()
 
-    def _fill(self, length: int) -> Tensor:
-        first = self.parameters[0]
-        full = torch.zeros(length, dtype=first.dtype, device=first.device)
-        for parameter, place in zip(self.parameters, self._places, strict=True):
-            full[place].copy_(parameter.detach().reshape(-1))
-            parameter.data = full[place].view(parameter.shape)
+    def _fill(
+        self,
+        parameters: Sequence[tuple[ParameterShard, nn.Parameter]],
+        length: int,
+        values: Values | None,
+    ) -> Tensor:
+        full = torch.empty(0)
+        for (shard, parameter), place in zip(parameters, self._places, strict=True):
+            value = parameter.detach() if values is None else values(shard)
+            if not place.start:  # the first says where all go
+                full = torch.zeros(length, dtype=parameter.dtype, device=value.device)
+            full[place].copy_(value.reshape(-1))
+            _point(parameter, full[place].view(parameter.shape))
         return full
 
     def _cut(
@@ -257,10 +277,20 @@ class Bucket:
 def resize(flat: Tensor, num_bytes: int) -> None:
     """Set the size of a tensor's storage, which every view of it keeps sharing.
 
-    Autograd holds weights until backward; only their storage can come and go meanwhile. The one
-    place where memory changes hands without an operator, so that a tracker can watch it.
+    Autograd holds weights until backward; only their storage can come and go meanwhile. A tracker
+    of memory watches this function: no operator tells it.
     """
     flat.untyped_storage().resize_(num_bytes)
+
+
+def _point(parameter: nn.Parameter, view: Tensor) -> None:
+    """Make a parameter a view, in place: modules and graphs hold it."""
+    if parameter.is_meta:  # torch lets no `data` cross devices
+        real = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device))
+        real.data = view
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    else:
+        parameter.data = view
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> tuple[tuple[slice, ...], int]:

@@ -7,6 +7,7 @@ The caller must not have run multi-threaded torch work before: OpenMP's threads 
 fork. `torch.set_num_threads(1)` early is enough.
 """
 
+import faulthandler
 import json
 import os
 import select
@@ -26,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from runtime.mesh import World, join
 
 GRACE = 2.0  # s between the first failure and the end of the others. Chosen: sockets close at once
+LAST_WORDS = 0.2  # s for a hanging rank to print its stack. Chosen
 CHUNK = 1 << 16
 
 Result = Any  # what JSON can carry
@@ -105,6 +107,7 @@ def _join_and_work(  # noqa: PLR0917  (bound by position, in one place)
     device_type: str,
 ) -> Result:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", rank)
@@ -150,6 +153,8 @@ def _reap(children: Sequence[_Child]) -> dict[int, int]:
     for child in children:
         if child.is_open:
             os.close(child.pipe)
+            os.kill(child.pid, signal.SIGUSR1)  # it prints where it stands
+            time.sleep(LAST_WORDS)
             os.kill(child.pid, signal.SIGKILL)
         statuses[child.rank] = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     return statuses

@@ -16,19 +16,23 @@ from torch.nn import functional
 from costmodels.hardware import Cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout, Recompute, split_layers
-from costmodels.model import ModelSpec
+from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
 from planner.space import legal_table, space_of
 from runtime.capture import capture
+from runtime.context import context_share
 from runtime.data import share_of
 from runtime.executor import Executor
 from runtime.lower import lower_captured, program_of
 from runtime.models import build_model
-from runtime.program import IGNORED_LABEL, materialise
+from runtime.models.feed_forward import RoutedFeedForward
+from runtime.ops.routing import Routing, choose
+from runtime.program import IGNORED_LABEL
 from runtime.zero import Precisions, ShardedStates
 
-SEQ_LEN, BATCH, STEPS, RATE = 12, 32, 3, 0.1
+# 16 tokens cut into two chunks for each of 4 context ranks, or of 2 with 2 of sequence parallelism.
+SEQ_LEN, BATCH, STEPS, RATE = 16, 32, 3, 0.1
 JOB = TrainingJob(seq_len=SEQ_LEN, global_batch_size=BATCH, precision=Precision.FP32)
 
 _SHAPE = {
@@ -66,6 +70,40 @@ MODELS = {
         **{**_SHAPE, "num_kv_heads": 8, "head_dim": 3},
     ),
 }
+# fp64 where norms of narrow compressed forms make fp32 rounding visible at 1e-5.
+EXPERTS = {
+    "mixtral": ModelSpec(
+        name="mixtral",
+        architecture="mixtral",
+        moe=MixtureOfExperts(
+            num_experts=8, experts_per_token=2, ffn_hidden_size=16, balance_loss=0.05
+        ),
+        **_SHAPE,
+    ),
+    "deepseek": ModelSpec(
+        name="deepseek",
+        architecture="deepseek_v3",
+        moe=MixtureOfExperts(
+            num_experts=8,
+            experts_per_token=3,
+            ffn_hidden_size=12,
+            shared_ffn_hidden_size=24,
+            num_dense_layers=2,
+            scoring="sigmoid",
+            correction_bias=True,
+            num_groups=4,
+            groups_per_token=2,
+            routed_scaling=1.5,
+            balance_loss=0.02,
+        ),
+        latent_attention=LatentAttention(
+            q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
+        ),
+        **{**_SHAPE, "num_kv_heads": 8, "head_dim": 6},
+    ),
+}
+ALL = {**MODELS, **EXPERTS}
+DTYPES = {"deepseek": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,24 +135,39 @@ def global_batch(vocab_size):
     return tokens[:, :-1].contiguous(), labels
 
 
-def micro_batches(vocab_size, layout, data_rank):
-    """Return a data rank's share of the step."""
+def micro_batches(vocab_size, layout, data_rank, context_rank=0):
+    """Return a rank's share of the step: sequences by its data rank, tokens by its context rank."""
     share = share_of(BATCH, layout.data_parallel, data_rank)
     ids, labels = (whole[share.start : share.stop] for whole in global_batch(vocab_size))
     size = layout.micro_batch_size
-    return [
+    whole = [
         {"input_ids": i, "labels": t}
         for i, t in zip(ids.split(size), labels.split(size), strict=True)
     ]
+    return [context_share(batch, layout, context_rank) for batch in whole]
+
+
+def own_batches(name, mesh):
+    """Return the share of the rank that a mesh belongs to."""
+    places = mesh.coordinate("dp"), mesh.coordinate("cp")
+    return micro_batches(ALL[name].vocab_size, mesh.layout, *places)
 
 
 def build_reference(name, dtype):
     """Return the plain module with its values, and its parameters by name."""
-    module = build_model(MODELS[name], seq_len=SEQ_LEN, dtype=dtype, device="cpu")
+    module = build_model(ALL[name], seq_len=SEQ_LEN, dtype=dtype, device="cpu")
     named = dict(module.named_parameters())
     for key, parameter in named.items():
         parameter.data = initial(key, parameter.shape, dtype)
+    for block in module.modules():
+        if isinstance(block, RoutedFeedForward):
+            block.register_forward_hook(_remember_input)
     return module, named
+
+
+def _remember_input(block, arguments, output):
+    del output
+    (block.seen,) = arguments
 
 
 def reference_loss(module, vocab_size):
@@ -127,14 +180,41 @@ def reference_loss(module, vocab_size):
     )
 
 
+def dtype_of(name):
+    """Return what a model's parity is judged in."""
+    return DTYPES.get(name, torch.float32)
+
+
+def reference_balance(module, vocab_size):
+    """Return the balance loss of the step that `reference_loss` has just computed, per token."""
+    total = torch.zeros(())
+    for block in module.modules():
+        if not isinstance(block, RoutedFeedForward):
+            continue
+        x, moe = block.seen, block.moe
+        logits = x @ block.gate.weight.t()
+        scores = logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1)
+        rule = Routing(
+            top_k=moe.experts_per_token,
+            num_groups=moe.num_groups,
+            groups_per_token=moe.groups_per_token,
+        )
+        chosen, _ = choose(scores, block.gate.e_score_correction_bias, rule)
+        visits = functional.one_hot(chosen, moe.num_experts).sum((1, 2))
+        shares = visits * moe.num_experts / (moe.experts_per_token * SEQ_LEN)
+        likely = scores / scores.sum(-1, keepdim=True)
+        total = total + moe.balance_loss * torch.einsum("bse,be->", likely, shares.to(likely))
+    return total / max(int((global_batch(vocab_size)[1] != IGNORED_LABEL).sum()), 1)
+
+
 @cache
 def sgd_truth(name):
-    """Return what one process computes in each of the SGD steps, in fp32."""
-    module, named = build_reference(name, torch.float32)
+    """Return what one process computes in each of the SGD steps."""
+    module, named = build_reference(name, dtype_of(name))
     truths = []
     for _ in range(STEPS):
-        loss = reference_loss(module, MODELS[name].vocab_size)
-        loss.backward()
+        loss = reference_loss(module, ALL[name].vocab_size)
+        (loss + reference_balance(module, ALL[name].vocab_size)).backward()
         gradients = {key: p.grad.clone() for key, p in named.items()}
         sgd_step(named.values(), RATE)
         weights = {key: p.detach().clone() for key, p in named.items()}
@@ -144,12 +224,13 @@ def sgd_truth(name):
 
 @cache
 def _captured(name, dtype):
-    module = build_model(MODELS[name], seq_len=SEQ_LEN, dtype=dtype)
+    module = build_model(ALL[name], seq_len=SEQ_LEN, dtype=dtype)
     return capture(module, dtype=dtype)
 
 
-def lowered(name, layout, dtype=torch.float32):
+def lowered(name, layout, dtype=None):
     """Return the model's graph after all passes, captured once per model."""
+    dtype = dtype or dtype_of(name)
     return lower_captured(copy.deepcopy(_captured(name, dtype)), JOB, layout)
 
 
@@ -157,8 +238,12 @@ def start(world, graph, layout, dtype=torch.float32):
     """Return this rank's mesh, states, executor and program, with the suite's values."""
     mesh = world.mesh(layout)
     program = program_of(graph, layout, mesh)
-    materialise(program, lambda shard: initial(shard.name, shard.global_shape, dtype))
-    states = ShardedStates(program, mesh, Precisions(gradients=dtype, master=dtype))
+    states = ShardedStates(
+        program,
+        mesh,
+        Precisions(gradients=dtype, master=dtype),
+        initialise=lambda shard: initial(shard.name, shard.global_shape, dtype),
+    )
     return mesh, states, Executor(program, mesh, states), program
 
 
@@ -175,7 +260,7 @@ def layouts(name, num_ranks):
             profile=read_profile("cpu-gloo"), num_gpus=num_ranks, gpus_per_node=per_node
         )
         table = legal_table(
-            space_of(MODELS[name], JOB, cluster, Constraints(runnable=True, offload=((),)))
+            space_of(ALL[name], JOB, cluster, Constraints(runnable=True, offload=((),)))
         )
         for row in range(len(table)):
             if table.num_micro_batches[row] == 4 or (
@@ -195,9 +280,19 @@ def _with_layers(table, row):
     return table.layout(row, layers, int(full and row % 3 == 0 and min(layers)))
 
 
-def pairwise(candidates):
+def _pairs_of_everything(pairs):
+    return pairs
+
+
+def pairs_of_experts(pairs):
+    """Keep the pairs in which experts are spread."""
+    spread = ("ep", "etp")
+    return {pair for pair in pairs if any(key in spread and size > 1 for key, size in pair)}
+
+
+def pairwise(candidates, about=_pairs_of_everything):
     """Return a small subset in which every pair of choices of the candidates still occurs."""
-    waiting = {layout: _pairs(layout) for layout in candidates}
+    waiting = {layout: about(_pairs(layout)) for layout in candidates}
     missing, chosen = set().union(*waiting.values()) if waiting else set(), []
     while missing:
         best = max(waiting, key=lambda layout: len(waiting[layout] & missing))
@@ -217,17 +312,20 @@ def _pairs(layout):
         "schedule": layout.schedule,
         "recompute": (layout.recompute, layout.recompute_layers > 0),
         "sp": layout.sequence_parallel,
+        "cp": (layout.context_parallel, layout.context_parallel_type),
+        "ep": layout.expert_parallel,
+        "etp": layout.expert_tensor_parallel,
     }
     return set(combinations(choices.items(), 2))
 
 
 def sgd_errors(world, name, graph, layout):
     """Return the worst error of each kind over the steps, against one process."""
-    mesh, states, executor, _ = start(world, graph, layout)
+    mesh, states, executor, _ = start(world, graph, layout, dtype_of(name))
     worst_of = {"loss": 0.0, "gradient": 0.0, "update": 0.0}
     before = {key: initial(key, w.shape) for key, w in sgd_truth(name)[0].weights.items()}
     for truth in sgd_truth(name):
-        loss = executor.run(micro_batches(MODELS[name].vocab_size, layout, mesh.coordinate("dp")))
+        loss = executor.run(own_batches(name, mesh))
         gradient, _ = worst(gradient_errors(states, mesh, truth.gradients))
         for bucket in states.buckets:
             bucket.master.sub_(RATE * bucket.gradients)
@@ -262,6 +360,8 @@ def _worst_update(states, mesh, before, truth):
 def describe(layout: Layout):
     """Name a layout in a failure."""
     return (
+        f"ep{layout.expert_parallel} etp{layout.expert_tensor_parallel} "
+        f"cp{layout.context_parallel} {layout.context_parallel_type} "
         f"dp{layout.data_parallel} tp{layout.tensor_parallel} pp{layout.pipeline_parallel} "
         f"vpp{layout.stages_per_rank} {layout.schedule} zero{layout.zero_stage}"
         f"/{layout.zero_group} sp={layout.sequence_parallel} m{layout.num_micro_batches} "

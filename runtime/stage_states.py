@@ -1,0 +1,112 @@
+"""StageStates: the buckets of one stage, filled and reduced behind its backward.
+
+Hooks hand each parameter's gradient to its bucket; a bucket whose last gradient came is reduced
+while backward goes on. Buckets go from the last to the first, whatever comes first, so that all
+ranks exchange in the same order.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from costmodels.layout import Offload
+from runtime.buckets import Bucket, Values
+from runtime.gathering import Gathering
+from runtime.mesh import Mesh
+from runtime.packing import Precisions, new_parameters, runs, share_by_name, sharing_of
+from runtime.program import StageModule
+
+
+class StageStates:
+    """The buckets of one stage and the hooks that fill them."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        mesh: Mesh,
+        precisions: Precisions,
+        values: Values | None,
+        bucket_bytes: int,
+    ) -> None:
+        """Pack the stage's parameters."""
+        share_by_name(stage)
+        ways = max(mesh.size("zero"), mesh.size("expert_zero"))
+        comes_and_goes = ways > 1 or Offload.PARAMETERS in mesh.layout.offload
+        per_unit = mesh.layout.zero_stage == 3 and comes_and_goes  # noqa: PLR2004
+        limit = 0 if per_unit else bucket_bytes
+        self.buckets = tuple(
+            Bucket(
+                run,
+                sharing_of(run[0][0], stage, mesh),
+                grad_dtype=precisions.gradients,
+                master_dtype=precisions.master,
+                values=values,
+            )
+            for run in runs(new_parameters(stage), limit)
+        )
+        self._cuts_gradients = any(b.sharing.cuts("gradients") for b in self.buckets)
+        self._waiting: list[set[int]] = []
+        self._next = -1
+        self._reduces = False
+        self._is_final = False
+        for bucket in range(len(self.buckets)):
+            self._watch(bucket)
+        self._gathering = self._gather_units(stage) if per_unit else None
+
+    def begin_backward(self, *, is_final: bool, is_whole: bool) -> None:
+        """Expect one gradient of every parameter."""
+        self._reduces = is_final or (is_whole and self._cuts_gradients)
+        self._is_final = is_final
+        self._waiting = [set(range(len(bucket.parameters))) for bucket in self.buckets]
+        self._next = len(self.buckets) - 1
+        if self._gathering is not None:
+            self._gathering.begin_backward()
+
+    def end_backward(self) -> None:
+        """Reduce the buckets that still wait for a gradient: a parameter may not have been used."""
+        if self._gathering is not None:
+            self._gathering.end_backward()
+        if not self._reduces:
+            return
+        while self._next >= 0:
+            self._reduce_next()
+        if self._cuts_gradients:
+            for bucket in self.buckets:
+                bucket.wait_reduce()
+
+    def _watch(self, bucket: int) -> None:
+        for index, parameter in enumerate(self.buckets[bucket].parameters):
+            hook = self._collect(bucket, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _collect(self, bucket: int, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is None:  # autograd came by without one: it was put off
+                return
+            self.buckets[bucket].collect(index)
+            self._waiting[bucket].discard(index)
+            if self._reduces:
+                while self._next >= 0 and not self._waiting[self._next]:
+                    self._reduce_next()
+
+        return hook
+
+    def _reduce_next(self) -> None:
+        bucket = self.buckets[self._next]
+        if self._cuts_gradients and self._next + 1 < len(self.buckets):
+            # Its whole gradients go before more than the next ones have come: without this wait
+            # all of them would live to the end of the pass, and cutting them would save nothing.
+            self.buckets[self._next + 1].wait_reduce()
+        if self._is_final or bucket.sharing.cuts("gradients"):  # others accumulate in place
+            bucket.start_reduce()
+        self._next -= 1
+
+    def _gather_units(self, stage: StageModule) -> Gathering:
+        # Experts may be cut where dense weights are not, and the other way round.
+        cut = [bucket for bucket in self.buckets if bucket.sharing.cuts("weights")]
+        holder = {id(p): bucket for bucket in cut for p in bucket.parameters}
+        of_units = [
+            tuple(dict.fromkeys(holder[id(p)] for p in unit.parameters() if id(p) in holder))
+            for unit in stage.units
+        ]
+        return Gathering(list(stage.units), of_units)
