@@ -1,18 +1,11 @@
-"""The checkpoints of a run: one folder each, whole or not there, and how a run finds its last one.
+"""Saving and resuming a run, on all ranks alike.
 
-    checkpoints/step-00000200/    a whole checkpoint (`checkpoint_files.py`)
-    checkpoints/latest            the name of the last one, a line of text
-    checkpoints/.*                unfinished, or on its way out; never read
-
-A checkpoint is written under a name that begins with a dot, flushed to the disk, and renamed when
-it is whole; then `latest` is replaced and the oldest go. One that takes the place of another of the
-same step renames that one first (`.old` at the end, which still counts): a kill at any moment
-leaves the last good one under a name that is read.
-
-Written at once, or from a copy on the host by a thread while training goes on.
+A checkpoint holds the whole run (`sharded_state.py`) and what the run is (`RunRecord`), so that any
+plan of the same model can go on from it. It is written at once, or from a copy on the host by a
+thread while training goes on. Whatever fails on one rank fails on all, with the reason; what was
+whole stays (`checkpoint_folders.py`).
 """
 
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -27,18 +20,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from costmodels.model import ModelSpec
 from planner.codec import DecodeError, decode, encode
-from planner.files import read_text, write_text
 from runtime import collectives
 from runtime.checkpoint_files import MANIFEST, Manifest, read_manifest
+from runtime.checkpoint_folders import (
+    NO_STEP,
+    candidates,
+    finish,
+    folder_of,
+    prepare,
+    step_name,
+    unfinished_folder,
+)
 from runtime.mesh import Group, Mesh
 from runtime.models.same import differences
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer
 from runtime.sharded_state import State, check_contents, read_state, state_of, write_state
 from runtime.zero import ShardedStates
 
-FOLDER, LATEST = "checkpoints", "latest"
-_PREFIX, _REPLACED = "step-", ".old"
-_NONE = -1
+# What torch raises for files: of many kinds, or all ranks' gathered, which is no Exception.
+FAULTS = (Exception, CheckpointException)
 
 Answer = TypeVar("Answer")
 
@@ -165,8 +165,8 @@ class Checkpoints:
         manifest, record = self._agreed(lambda: self._opened(folder, state), f"read {folder}")
         try:
             read_state(folder, manifest, state, self._group)
-        except Exception as error:  # torch raises many kinds; the same on all ranks
-            raise ValueError(f"cannot read the checkpoint {folder}: {_reason(error)}") from error
+        except FAULTS as error:
+            raise ValueError(f"cannot read the checkpoint {folder}: {reason_of(error)}") from error
         optimizer.resume(record.num_steps)
         states.publish()
         return record
@@ -189,7 +189,7 @@ class Checkpoints:
         mine = candidates(self._folder) if self._mesh.rank == 0 else []
         faults = []
         for attempt in range(self._from_first_rank(len(mine))):
-            step = self._from_first_rank(mine[attempt] if mine else _NONE)
+            step = self._from_first_rank(mine[attempt] if mine else NO_STEP)
             try:
                 return self.load(folder_of(self._folder, step), states, optimizer, buffers)
             except ValueError as error:
@@ -201,48 +201,22 @@ class Checkpoints:
         return None
 
     def _write(self, state: State, num_steps: int) -> None:
-        final = self._folder / step_name(num_steps)
-        unfinished = self._folder / f".{final.name}.part"
+        folder = self._folder
+        unfinished = unfinished_folder(folder, num_steps)
         record = encode(replace(self._record, num_steps=num_steps))
-        doing = f"write the checkpoint {final}"
-        self._agreed(lambda: self._prepare(unfinished), doing)
+        doing = f"write the checkpoint {folder / step_name(num_steps)}"
+        self._agreed_first(lambda: prepare(folder, num_steps), doing)
         try:
             write_state(unfinished, state, record, self._group)
-        except Exception as error:  # torch raises many kinds; the same on all ranks
+        except FAULTS as error:
             if self._mesh.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            raise ValueError(f"cannot {doing}: {_reason(error)}") from error
-        self._agreed(lambda: self._finish(unfinished, final), doing)
-
-    def _prepare(self, unfinished: Path) -> None:
-        if self._mesh.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for left in self._folder.glob(f".{_PREFIX}*"):  # of runs that were killed
-                shutil.rmtree(left)
-            unfinished.mkdir()
-
-    def _finish(self, unfinished: Path, final: Path) -> None:
-        """Give a whole checkpoint its name, point at it, and let the oldest go."""
-        if self._mesh.rank != 0:
-            return
-        _flush_folder(unfinished)
-        replaced = final.with_name(final.name + _REPLACED)
-        if final.exists():
-            _remove(replaced)
-            final.rename(replaced)
-        unfinished.rename(final)
-        _flush_folder(self._folder)
-        write_text(self._folder / LATEST, f"{final.name}\n")
-        _remove(replaced)
-        for step in candidates(self._folder)[self._keep :] if self._keep else []:
-            _remove(folder_of(self._folder, step))
+            raise ValueError(f"cannot {doing}: {reason_of(error)}") from error
+        self._agreed_first(lambda: finish(folder, num_steps, self._keep), doing)
 
     def _opened(self, folder: Path, state: State) -> tuple[Manifest, RunRecord]:
         manifest = read_manifest(folder)
-        try:
-            record = decode(RunRecord, manifest.run, "run")
-        except DecodeError as error:
-            raise ValueError(f"{folder / MANIFEST} is damaged: {error}") from error
+        record = record_of(folder, manifest)
         if differing := differences(record.model, self._record.model):
             name = self._record.model.name
             raise ValueError(
@@ -264,67 +238,32 @@ class Checkpoints:
             raise ValueError(fault or f"cannot {doing}: another rank says why")
         return answer
 
+    def _agreed_first(self, action: Callable[[], object], doing: str) -> None:
+        """Do something on rank 0, and fail on all ranks if it fails there."""
+        self._agreed(action if self._mesh.rank == 0 else lambda: None, doing)
+
     def _from_first_rank(self, value: int) -> int:
         """Return rank 0's value on all ranks."""
-        mine = torch.tensor([value if self._mesh.rank == 0 else _NONE])
+        mine = torch.tensor([value if self._mesh.rank == 0 else NO_STEP])
         return int(collectives.all_reduce(mine, self._group, "max").item())
 
 
-def step_name(num_steps: int) -> str:
-    """Return the name of the checkpoint after a number of steps."""
-    return f"{_PREFIX}{num_steps:08d}"
+def record_of(folder: Path, manifest: Manifest) -> RunRecord:
+    """Return what the run was that wrote a checkpoint.
 
+    Raises:
+        ValueError: The manifest does not say; the message names it.
 
-def folder_of(folder: Path, num_steps: int) -> Path:
-    """Return where the checkpoint after a number of steps lies."""
-    plain = folder / step_name(num_steps)
-    return plain if (plain / MANIFEST).is_file() else plain.with_name(plain.name + _REPLACED)
-
-
-def candidates(folder: Path) -> list[int]:
-    """Return the steps of a run's whole checkpoints, the one to go on from first.
-
-    That is the one that `latest` names; then those before it, the nearest first; then what lies
-    behind it, left by a run that was taken back.
     """
-    steps = {
-        int(path.parent.name.removeprefix(_PREFIX).removesuffix(_REPLACED))
-        for path in folder.glob(f"{_PREFIX}[0-9]*/{MANIFEST}")
-    }
-    last = _pointed(folder)
-    if last not in steps:
-        last = max(steps, default=_NONE)
-    return sorted(steps, key=lambda step: (step > last, -step))
-
-
-def _pointed(folder: Path) -> int:
     try:
-        name = read_text(folder / LATEST).strip()
-    except ValueError:  # not there yet
-        return _NONE
-    number = name.removeprefix(_PREFIX)
-    return int(number) if number.isdecimal() else _NONE
+        return decode(RunRecord, manifest.run, "run")
+    except DecodeError as error:
+        raise ValueError(f"{folder / MANIFEST} is damaged: {error}") from error
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint; while its files go, it has no name that is read."""
-    if folder.exists():
-        gone = folder.rename(folder.with_name(f".{folder.name}.gone"))
-        shutil.rmtree(gone)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make names in a folder last through a power cut; the files' contents are flushed before."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return what went wrong, in one line; of several ranks' faults, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (first, _) = min(error.failures.items())
-        return f"rank {rank}: {_reason(first)}"
+        return f"rank {rank}: {reason_of(first)}"
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -96,6 +96,10 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     return settings.min_learning_rate + drop * (1 + math.cos(math.pi * done)) / 2
 
 
+class NotFiniteError(RuntimeError):
+    """A gradient is no number, although the loss may be."""
+
+
 class ShardedOptimizer:
     """Updates the pieces that a rank owns, then publishes them.
 
@@ -125,8 +129,13 @@ class ShardedOptimizer:
         Returns:
             The gradient's global norm before clipping.
 
+        Raises:
+            NotFiniteError: The norm is no number; nothing is updated, on any rank.
+
         """
         norm = self._states.gradient_norm()
+        if not torch.isfinite(norm):  # waits for the device: weights must not be touched
+            raise NotFiniteError(f"the gradient's norm is {norm.item()} in step {step}")
         limit = self._settings.max_norm
         if limit is not None:
             self._states.scale_gradients((limit / (norm + 1e-6)).clamp(max=1.0))

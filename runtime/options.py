@@ -7,6 +7,8 @@ from pathlib import Path
 
 from runtime.optimizer import OptimizerSettings
 
+AUTO, FRESH = "auto", "fresh"  # --resume, where it names no folder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
@@ -17,9 +19,13 @@ class TrainingOptions:
         data: Files and folders; empty means the standard library's sources.
         tokenizer: A `tokenizers` JSON file; None reads bytes.
         synthetic: Random tokens in place of data.
-        save_every: Steps between checkpoints; 0 saves none.
+        save_every: Steps between checkpoints; 0 saves only when SIGTERM ends the run.
+        keep: How many checkpoints stay; 0 keeps all.
+        save_in_background: Training goes on while a checkpoint is written.
         output: Run folder.
-        resume: Checkpoint to go on from.
+        resume: Checkpoint to go on from; AUTO is the run folder's last one if there is any, FRESH
+            begins anew.
+        init_from: Hugging Face folder of first weights; a checkpoint that is resumed comes before.
         timeout: Seconds after which a silent rank or a stuck collective ends the run.
         check: Only look for what is wrong with plan, flags and data, in one process.
         device_type: "cpu" or "cuda"; None is what the plan is for, where the machine has it.
@@ -38,7 +44,10 @@ class TrainingOptions:
     synthetic: bool
     save_every: int
     output: Path
-    resume: Path | None
+    keep: int
+    save_in_background: bool
+    resume: str
+    init_from: Path | None
     timeout: float
     check: bool
     device_type: str | None
@@ -90,8 +99,7 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
     )
     add("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON file (bytes)")
     add("--synthetic", action="store_true", help="random tokens: for timing only")
-    add("--save-every", type=_count, default=0, metavar="N", help="steps per checkpoint (0: none)")
-    add("--resume", type=Path, metavar="FOLDER", help="checkpoint to go on from")
+    _add_state_flags(parser)
     add("--output", type=Path, default=folder, metavar="FOLDER", help="run folder (the script's)")
     add(
         "--timeout",
@@ -121,11 +129,28 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         synthetic=given.synthetic,
         save_every=given.save_every,
         output=given.output,
+        keep=given.keep,
+        save_in_background=given.save_in_background,
         resume=given.resume,
+        init_from=given.init_from,
         timeout=given.timeout,
         check=given.check,
         device_type=given.device,
     )
+
+
+def _add_state_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--save-every", type=_count, default=0, metavar="N", help="steps per checkpoint (0: none)")
+    add("--keep", type=_count, default=2, metavar="N", help="checkpoints that stay, 0: all (2)")
+    add("--save-in-background", action="store_true", help="train on while a checkpoint is written")
+    add(
+        "--resume",
+        default=AUTO,
+        metavar="FOLDER",
+        help=f"checkpoint to go on from; {AUTO}: the run folder's last; {FRESH}: none ({AUTO})",
+    )
+    add("--init-from", type=Path, metavar="FOLDER", help="first weights: config and safetensors")
 
 
 def _count(text: str) -> int:

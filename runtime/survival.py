@@ -20,6 +20,14 @@ LOST_STATUS = 1
 LEFT = b"left"  # in place of a count: this rank has ended of itself and said why
 
 
+class TrainingBrokeError(RuntimeError):
+    """The run cannot go on, for a reason that all ranks share; the message says which."""
+
+
+class StoppedError(RuntimeError):
+    """SIGTERM came; the step that ran is done and saved."""
+
+
 class Store(Protocol):
     """What is needed of torch's store."""
 

@@ -1,11 +1,18 @@
 """Trains a plan: what the script that `planner apply` writes stands on.
 
 `run` reads plan and flags, joins the job as one of its ranks, builds a `Trainer` and hands it to
-the script's own loop. What goes wrong ends in one message: status 2 for wrong input (said once,
-by rank 0), status 1 for a run that broke, with the rank that caused it.
+the script's own loop. What ends it otherwise than at its last step is said in one message:
+
+    2      wrong input, said once
+    1      the run broke: a rank died (which one), a loss or gradient that is no number, a
+           checkpoint that cannot be written; those before it stay
+    143    SIGTERM: the step that ran is done and saved
+
+Started again, it goes on from its last checkpoint; torchrun does so by itself (--max-restarts).
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,12 +23,12 @@ from torch._C._distributed_c10d import HashStore
 
 from planner.plan import Plan, read_plan
 from runtime.mesh import World, join
-from runtime.optimizer import precisions
+from runtime.optimizer import NotFiniteError, precisions
 from runtime.options import TrainingOptions, parse_options
-from runtime.survival import Heartbeat, failure_message
-from runtime.trainer import Trainer, TrainingBrokeError, open_source
+from runtime.survival import Heartbeat, StoppedError, TrainingBrokeError, failure_message
+from runtime.trainer import Trainer, open_source
 
-WRONG_INPUT, BROKEN = 2, 1
+WRONG_INPUT, BROKEN, STOPPED = 2, 1, 128 + signal.SIGTERM
 
 
 def run(plan_path: Path, choices: Mapping[str, object], train: Callable[[Trainer], None]) -> int:
@@ -82,7 +89,11 @@ def _run_joined(
         return WRONG_INPUT
     try:
         train(trainer)
-    except (TrainingBrokeError, ValueError) as error:  # the same on every rank
+    except StoppedError as error:
+        if world.rank == 0:
+            _say(str(error))
+        return STOPPED
+    except (TrainingBrokeError, NotFiniteError) as error:  # the same on every rank
         if world.rank == 0:
             _say(f"error: {error}")
         return BROKEN

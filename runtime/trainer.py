@@ -1,6 +1,5 @@
 """Trainer: one rank of a training run, from a plan and the script's flags."""
 
-import math
 import signal
 import sys
 import time
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from planner.plan import Plan
 from runtime import collectives
+from runtime.context import context_share
 from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
 from runtime.executor import Executor
 from runtime.initialise import normal_initialiser
@@ -19,13 +19,9 @@ from runtime.mesh import World
 from runtime.metrics import Measurement, Recorder, model_flops_utilisation, peak_memory
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate, precisions
 from runtime.options import TrainingOptions
-from runtime.program import materialise
-from runtime.state import checkpoint_folder, load_checkpoint, save_checkpoint
+from runtime.run_state import RunState
+from runtime.survival import StoppedError, TrainingBrokeError
 from runtime.zero import ShardedStates
-
-
-class TrainingBrokeError(RuntimeError):
-    """The numbers are no longer worth computing; the message says which."""
 
 
 class Trainer:
@@ -55,15 +51,21 @@ class Trainer:
         formats = precisions(plan.job)
         program = lower(plan.model, plan.job, layout, self._mesh)
         values = normal_initialiser(options.seed, plan.model.num_layers, world.device)
-        materialise(program, values, device=world.device)
-        self._states = ShardedStates(program, self._mesh, formats)
+        self._states = ShardedStates(program, self._mesh, formats, initialise=values)
         self.executor = Executor(program, self._mesh, self._states)
         self.optimizer = ShardedOptimizer(self._states, self._settings)
-        if options.resume is not None:
-            self.step = load_checkpoint(options.resume, self._mesh, self._states, self.optimizer)
-        resumed = options.resume is not None
+        self._run_state = RunState(
+            plan,
+            options,
+            mesh=self._mesh,
+            group=world.host_group(),
+            states=self._states,
+            optimizer=self.optimizer,
+            program=program,
+        )
+        self.step = self._run_state.begin()
         self._recorder = (
-            Recorder(options.output, plan, resumed=resumed) if world.rank == 0 else None
+            Recorder(options.output, plan, resumed=self.step > 0) if world.rank == 0 else None
         )
         self._stop = False
         self._start = time.perf_counter()
@@ -75,7 +77,8 @@ class Trainer:
         """Yield the steps that are left.
 
         Raises:
-            TrainingBrokeError: SIGTERM came; the step that ran is done and saved.
+            StoppedError: SIGTERM came; the step that ran is done and saved.
+            TrainingBrokeError: A checkpoint cannot be written.
 
         """
         signal.signal(signal.SIGTERM, self._ask_to_stop)
@@ -84,18 +87,16 @@ class Trainer:
             self._start = time.perf_counter()
             yield step
             if self._stop:
-                self._save(step + 1)
-                raise TrainingBrokeError(
-                    f"stopped by SIGTERM after step {step}; go on with --resume "
-                    f"{checkpoint_folder(self._options.output, step + 1)}"
-                )
+                saved = self._run_state.save(step + 1)
+                self._run_state.finish()
+                raise StoppedError(f"stopped by SIGTERM after step {step}, saved in {saved}")
         self._finish()
 
     def micro_batches(self, step: int) -> list[dict[str, Tensor]]:
-        """Return this rank's share of a step's sequences."""
+        """Return this rank's share of a step's sequences, and of their tokens."""
         layout, job = self._plan.layout, self._plan.job
         rank = self._mesh.coordinate("dp")
-        return micro_batches(
+        whole = micro_batches(
             self._source,
             seed=self._options.seed,
             step=step,
@@ -104,24 +105,32 @@ class Trainer:
             seq_len=job.seq_len,
             device=self._mesh.device,
         )
+        return [context_share(batch, layout, self._mesh.coordinate("cp")) for batch in whole]
 
-    def record(self, step: int, loss: Tensor, gradient_norm: Tensor) -> None:
-        """Measure the step: a line of measured.jsonl, and one to read.
+    def check(self, step: int, loss: Tensor) -> None:
+        """End the run where a step's loss is no number, before the step changes the weights.
 
         Raises:
-            TrainingBrokeError: The loss is not a number.
+            TrainingBrokeError: The same on every rank: the loss is the global one.
+
+        """
+        if not torch.isfinite(loss):  # waits for the device
+            raise TrainingBrokeError(
+                f"the loss is {loss.item()} in step {step}, which is not applied; try a lower "
+                "--learning-rate or a longer --warmup-steps"
+            )
+
+    def record(self, step: int, loss: Tensor, gradient_norm: Tensor) -> None:
+        """Measure the step (a line of measured.jsonl, and one to read), and save where it is due.
+
+        Raises:
+            TrainingBrokeError: A checkpoint cannot be written.
 
         """
         loss_now = loss.item()  # waits for the device
         seconds = time.perf_counter() - self._start
         allocated, reserved = self._agree(peak_memory(self._mesh.device))
-        if not math.isfinite(loss_now):
-            raise TrainingBrokeError(
-                f"the loss is {loss_now} in step {step}; try a lower --learning-rate or a longer "
-                "--warmup-steps"
-            )
-        if self._options.save_every and (step + 1) % self._options.save_every == 0:
-            self._save(step + 1)
+        self._run_state.save_if_due(step + 1)
         if self._recorder is None:
             return
         on_gpu = self._mesh.device.type == "cuda"
@@ -150,14 +159,11 @@ class Trainer:
         self._stop = bool(stop)
         return allocated, reserved
 
-    def _save(self, num_steps: int) -> None:
-        folder = checkpoint_folder(self._options.output, num_steps)
-        save_checkpoint(folder, self._mesh, self._states, self.optimizer, num_steps)
-
     def _ask_to_stop(self, signum: int, frame: object) -> None:  # noqa: ARG002  (a handler)
         self._stop = True
 
     def _finish(self) -> None:
+        self._run_state.finish()
         if self._recorder is not None:
             print(self._recorder.finish())  # noqa: T201  (the run's result)
 

@@ -56,6 +56,7 @@ def train(trainer: Trainer) -> None:
     for step in trainer.steps():
         micro_batches = trainer.micro_batches(step)  # this rank's share of the global batch
         loss = trainer.executor.run(micro_batches)  # forwards and backwards, as scheduled
+        trainer.check(step, loss)  # a loss that is no number ends the run, weights untouched
         gradient_norm = trainer.optimizer.step(step)  # clip, update, share the new weights
         trainer.record(step, loss, gradient_norm)  # measured.jsonl, progress, checkpoints
 

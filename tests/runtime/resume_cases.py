@@ -4,13 +4,14 @@ import random
 from pathlib import Path
 
 import torch
-from parity_cases import BATCH, MODELS, SEQ_LEN, layouts, lowered, micro_batches, start
+from parity_cases import BATCH, MODELS, SEQ_LEN, layouts, lowered, own_batches, start
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from costmodels.job import Optimizer
 from runtime.checkpoint_files import read_manifest
-from runtime.checkpoints import Checkpoints, RunRecord, Samples, folder_of
+from runtime.checkpoint_folders import folder_of
+from runtime.checkpoints import Checkpoints, RunRecord, Samples
 from runtime.launch import run_ranks
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer
 from runtime.sharded_state import buffers_of
@@ -21,12 +22,11 @@ ADAMW = OptimizerSettings(kind=Optimizer.ADAMW, learning_rate=0.01, num_warmup_s
 class Run:
     """A rank of a run: trains, saves and loads."""
 
-    def __init__(self, world, name, layout, folder, *, settings=ADAMW, **options):
-        graph = lowered(name, layout)
+    def __init__(self, world, name, graph, layout, folder, *, settings=ADAMW, **options):
         self.mesh, self.states, self.executor, program = start(world, graph, layout)
         self.optimizer = ShardedOptimizer(self.states, settings)
         self.parts = (self.states, self.optimizer, buffers_of(program))
-        self.batch = micro_batches(MODELS[name].vocab_size, layout, self.mesh.coordinate("dp"))
+        self.batch = own_batches(name, self.mesh)
         samples = Samples(source="suite", seed=0, seq_len=SEQ_LEN, global_batch_size=BATCH)
         record = RunRecord(num_steps=0, model=MODELS[name], optimizer=settings, samples=samples)
         group = world.host_group()
@@ -50,34 +50,42 @@ class Run:
         return record and record.num_steps
 
 
+def on_ranks(name, layout, folder, work, **options):
+    """Run `work(run)` on every rank of a layout and return what each returns."""
+    graph = lowered(name, layout)  # once, before the ranks fork
+    return run_ranks(
+        lambda world: work(Run(world, name, graph, layout, folder, **options)),
+        layout.num_gpus,
+        timeout=300,
+    )
+
+
 def train_and_save(name, layout, folder, steps, more, **options):
     """Train, save, train on; return the losses after saving."""
 
-    def work(world):
-        run = Run(world, name, layout, folder, **options)
+    def work(run):
         run.train(0, steps)
         run.save(steps)
         losses = run.train(steps, more)
         run.checkpoints.wait()
         return losses
 
-    return run_ranks(work, layout.num_gpus, timeout=120)[0]
+    return on_ranks(name, layout, folder, work, **options)[0]
 
 
 def resume_latest(name, layout, folder, more, **options):
     """Load the last checkpoint and train on; return the steps that were done and the losses."""
 
-    def work(world):
-        run = Run(world, name, layout, folder, **options)
+    def work(run):
         done = run.load_latest()
         return [done, run.train(done or 0, more)]
 
-    return run_ranks(work, layout.num_gpus, timeout=120)[0]
+    return on_ranks(name, layout, folder, work, **options)[0]
 
 
 def random_pairs(name, count, seed):
     """Return pairs of different plans of a model, on 1 to 8 ranks, from the search's space."""
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311  (the same pairs every time)
     spaces = {ranks: layouts(name, ranks) for ranks in (1, 2, 4, 8)}
     pairs = []
     while len(pairs) < count:

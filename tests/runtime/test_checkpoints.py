@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from parity_cases import MODELS
-from resume_cases import Run, resume_latest, stored_tensors, train_and_save
+from resume_cases import on_ranks, resume_latest, stored_tensors, train_and_save
 
 from costmodels.job import Optimizer
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from runtime.checkpoint_files import MANIFEST, read_manifest
-from runtime.checkpoints import LATEST, candidates, folder_of, step_name
-from runtime.launch import RankFailedError, run_ranks
+from runtime.checkpoint_folders import LATEST, candidates, folder_of, step_name
+from runtime.launch import RankFailedError
 from runtime.optimizer import OptimizerSettings
 
 
@@ -59,6 +59,10 @@ PAIRS = [
 ONE, NAME = PLANS["one"], "qwen2-untied"
 
 
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.mark.parametrize(("saver", "loader"), PAIRS, ids=["->".join(pair) for pair in PAIRS])
 def test_a_run_goes_on_under_another_plan_with_the_same_losses(saver, loader, tmp_path):
     name = "gpt2-tied" if PAIRS.index((saver, loader)) % 2 else NAME
@@ -72,12 +76,11 @@ def test_what_is_loaded_and_saved_again_has_the_same_bits(tmp_path):
     name, first, second = "gpt2-tied", tmp_path / "first", tmp_path / "second"
     train_and_save(name, PLANS["tp2-dp2-zero3"], first, steps=2, more=0)
 
-    def work(world):
-        run = Run(world, name, PLANS["pp2-interleaved-dp2-zero1"], second)
+    def work(run):
         run.load(first / step_name(2))
         run.save(2)
 
-    run_ranks(work, 4)
+    on_ranks(name, PLANS["pp2-interleaved-dp2-zero1"], second, work)
     there, here = stored_tensors(first, 2), stored_tensors(second, 2)
     assert there.keys() == here.keys()
     assert {name.partition("/")[0] for name in there} == {"model", "exp_avg", "exp_avg_sq"}
@@ -90,8 +93,7 @@ def test_what_is_loaded_and_saved_again_has_the_same_bits(tmp_path):
 def test_a_checkpoint_holds_the_weights_that_were_trained(tmp_path):
     """Against the states of the run itself: one rank without ZeRO holds everything."""
 
-    def work(world):
-        run = Run(world, NAME, ONE, tmp_path)
+    def work(run):
         run.train(0, 2)
         run.save(2)
         held = {s.shard.name: s.master.view(s.shard.global_shape) for s in run.optimizer.segments()}
@@ -100,7 +102,7 @@ def test_a_checkpoint_holds_the_weights_that_were_trained(tmp_path):
             name for name, value in held.items() if not torch.equal(value, stored[f"model/{name}"])
         ]
 
-    assert run_ranks(work, 1)[0] == []
+    assert on_ranks(NAME, ONE, tmp_path, work)[0] == []
 
 
 def test_bf16_weights_keep_their_fp32_masters_and_sgd_keeps_no_moments(tmp_path):
@@ -121,26 +123,24 @@ def test_saving_in_the_background_stores_the_step_it_was_asked_for(tmp_path):
 
 
 def test_the_last_ones_are_kept_and_the_last_is_pointed_at(tmp_path):
-    def work(world):
-        run = Run(world, NAME, PLANS["pp2"], tmp_path, keep=2)
+    def work(run):
         for step in (1, 2, 3, 10):
             run.save(step)
 
-    run_ranks(work, 2)
-    assert sorted(os.listdir(tmp_path)) == [LATEST, "step-00000003", "step-00000010"]
+    on_ranks(NAME, PLANS["pp2"], tmp_path, work, keep=2)
+    assert names_in(tmp_path) == [LATEST, "step-00000003", "step-00000010"]
     assert (tmp_path / LATEST).read_text() == "step-00000010\n"
     assert candidates(tmp_path) == [10, 3]
 
 
 def test_saving_a_step_again_replaces_it_and_leaves_nothing_behind(tmp_path):
-    def work(world):
-        run = Run(world, NAME, ONE, tmp_path)
+    def work(run):
         run.save(1)
         run.train(0, 1)
         run.save(1)
 
-    run_ranks(work, 1)
-    assert sorted(os.listdir(tmp_path)) == [LATEST, "step-00000001"]
+    on_ranks(NAME, ONE, tmp_path, work)
+    assert names_in(tmp_path) == [LATEST, "step-00000001"]
     assert "exp_avg/model.norm.weight" in read_manifest(tmp_path / "step-00000001").tensors
 
 
@@ -183,15 +183,14 @@ def test_a_checkpoint_that_is_being_replaced_still_counts(tmp_path):
 def test_a_rank_killed_while_saving_leaves_the_last_good_checkpoint(tmp_path):
     expected = train_and_save(NAME, ONE, tmp_path, steps=2, more=1)
 
-    def work(world):
-        run = Run(world, NAME, PLANS["dp2-zero3"], tmp_path)
+    def work(run):
         run.train(0, 1)
-        if world.rank == 1:
+        if run.mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         run.save(3)
 
     with pytest.raises(RankFailedError, match="rank 1"):
-        run_ranks(work, 2, timeout=60)
+        on_ranks(NAME, PLANS["dp2-zero3"], tmp_path, work)
     assert list(tmp_path.glob(".step-*.part"))
     done, losses = resume_latest(NAME, ONE, tmp_path, more=1)
     assert (done, losses) == (2, pytest.approx(expected, abs=1e-5))
@@ -199,11 +198,10 @@ def test_a_rank_killed_while_saving_leaves_the_last_good_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["at-once", "in-background"])
 def test_a_full_disk_ends_all_ranks_with_a_message_and_keeps_the_last_good(in_background, tmp_path):
-    def work(world):
-        run = Run(world, NAME, PLANS["pp2"], tmp_path, in_background=in_background)
+    def work(run):
         run.save(1)
         run.checkpoints.wait()
-        if world.rank == 1:  # no file may grow beyond this: as on a disk that is full
+        if run.mesh.rank == 1:  # no file may grow beyond this: as on a disk that is full
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         try:
             run.save(2)
@@ -211,24 +209,23 @@ def test_a_full_disk_ends_all_ranks_with_a_message_and_keeps_the_last_good(in_ba
         except ValueError as error:
             return str(error)
 
-    told = run_ranks(work, 2)
+    told = on_ranks(NAME, PLANS["pp2"], tmp_path, work, in_background=in_background)
     for message in told:
         assert message.startswith(f"cannot write the checkpoint {tmp_path / step_name(2)}: rank 1:")
         assert "File too large" in message
-    assert sorted(os.listdir(tmp_path)) == [LATEST, "step-00000001"]
+    assert names_in(tmp_path) == [LATEST, "step-00000001"]
 
 
 def test_a_folder_that_cannot_be_made_ends_all_ranks_with_a_message(tmp_path):
     (tmp_path / "file").write_text("")
 
-    def work(world):
-        run = Run(world, NAME, PLANS["pp2"], tmp_path / "file")
+    def work(run):
         try:
             run.save(1)
         except ValueError as error:
             return str(error)
 
-    told = run_ranks(work, 2)
+    told = on_ranks(NAME, PLANS["pp2"], tmp_path / "file", work)
     assert "Not a directory" in told[0] or "File exists" in told[0]
     assert all(message.startswith("cannot write the checkpoint") for message in told)
 
@@ -262,13 +259,12 @@ DAMAGES = (flip_a_bit, cut_in_half, remove_a_file, cut_the_manifest)
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
 
-    def work(world):
-        run = Run(world, NAME, PLANS["pp2"], folder)
+    def work(run):
         for step in (1, 2):
             run.train(step - 1, 1)
             run.save(step)
 
-    run_ranks(work, 2)
+    on_ranks(NAME, PLANS["pp2"], folder, work)
     return folder
 
 
@@ -278,14 +274,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(saved, dam
     shutil.copytree(saved, folder)
     damage(folder / step_name(2))
 
-    def work(world):
-        run = Run(world, NAME, PLANS["dp2-zero3"], folder)
+    def work(run):
         try:
             run.load(folder / step_name(2))
         except ValueError as error:
             return [str(error), run.load_latest()]
 
-    for message, done in run_ranks(work, 2):
+    for message, done in on_ranks(NAME, PLANS["dp2-zero3"], folder, work):
         assert step_name(2) in message
         assert done == 1
 
@@ -295,12 +290,11 @@ def test_a_run_without_checkpoints_begins_anew(tmp_path):
 
 
 def refused(message, name, folder, **options):
-    def work(world):
-        run = Run(world, name, ONE, folder, **options)
+    def work(run):
         run.load(folder / step_name(2))
 
     with pytest.raises(RankFailedError, match=message):
-        run_ranks(work, 1)
+        on_ranks(name, ONE, folder, work, **options)
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved, tmp_path):

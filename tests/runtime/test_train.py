@@ -114,6 +114,7 @@ def test_a_plan_of_two_stages_trains_on_text_and_resumes_where_it_stopped(tmp_pa
     assert all(line["tokens_per_second_per_gpu"] > 0 for line in measured)
     assert not (folder / UNFINISHED).exists()
 
+    assert "going on" not in done.stderr
     again = launch(
         folder, "--steps", "12", *flags, "--resume", str(folder / "checkpoints/step-00000006")
     )
