@@ -262,6 +262,27 @@ def predict_left_out(
     return done
 
 
+def without(joint: Fitted, kept: Array, weights: Array) -> Array:
+    """Return the constants of a refit on some of the samples, as logarithms.
+
+    The linearised loss is solved with all samples and with those kept; the difference is what the
+    others did to the joint optimum.
+
+    Args:
+        joint: The optimum of all samples.
+        kept: Places of the samples that stay.
+        weights: Importance of every sample.
+
+    """
+    every = solve(joint.parameters, joint.logs, joint.errors, joint.slopes, weights)
+    some = solve(
+        joint.parameters, joint.logs, joint.errors[kept], joint.slopes[kept], weights[kept]
+    )
+    low, high = (np.log([getattr(p, name) for p in joint.parameters]) for name in ("low", "high"))
+    logs: Array = np.clip(joint.logs + some - every, low, high)
+    return logs
+
+
 def group_of(row: Row, by: str) -> tuple[str, ...]:
     """Return which rows leave together."""
     return (row["gpu"],) if by == "gpu" else (row.get("source", ""), row["framework"])
