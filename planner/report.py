@@ -152,6 +152,7 @@ TITLES = (
     "mbs",
     "acc",
     "recompute",
+    "offload",
     "schedule",
     "verdict",
     "GiB",
@@ -163,16 +164,27 @@ TITLES = (
 )
 
 
+PLAIN = {"cp": "1", "ep": "1", "offload": "-"}  # what a column holds when it says nothing
+LEFT_ALIGNED = frozenset({"recompute", "offload", "schedule", "verdict"})
+
+
 def ranking_table(judgements: Sequence[Judgement]) -> list[str]:
-    """Return the table people build by hand in threads: one row per layout, best first."""
+    """Return the table people build by hand in threads: one row per layout, best first.
+
+    Columns in which no layout differs from the plainest one are left out.
+    """
     rows = [_cells(rank, judgement) for rank, judgement in enumerate(judgements, start=1)]
-    table = [TITLES, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(TITLES))]
-    left = {"recompute", "schedule", "verdict"}
+    shown = [
+        column
+        for column, title in enumerate(TITLES)
+        if title not in PLAIN or any(row[column] != PLAIN[title] for row in rows)
+    ]
+    table = [[row[column] for column in shown] for row in (TITLES, *rows)]
+    widths = [max(len(row[place]) for row in table) for place in range(len(shown))]
     return [
         "  ".join(
-            cell.ljust(width) if title in left else cell.rjust(width)
-            for cell, width, title in zip(row, widths, TITLES, strict=True)
+            cell.ljust(width) if TITLES[column] in LEFT_ALIGNED else cell.rjust(width)
+            for cell, width, column in zip(row, widths, shown, strict=True)
         ).rstrip()
         for row in table
     ]
@@ -197,6 +209,7 @@ def _cells(rank: int, judgement: Judgement) -> tuple[str, ...]:
         str(layout.micro_batch_size),
         str(layout.num_micro_batches),
         recompute_words(layout).removeprefix("recompute "),
+        "+".join(layout.offload) or "-",
         schedule,
         VERDICT_WORDS[judgement.verdict.value],
         f"{memory.parts.reserved / GIB:.1f}",
