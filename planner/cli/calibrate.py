@@ -1,9 +1,13 @@
-"""`planner calibrate`: measure this machine and write it as a hardware profile."""
+"""`planner calibrate`: measure this machine, or fit a profile to measured runs."""
 
 import json
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from costmodels.hardware import HardwareProfile
 
 EXAMPLE = "planner calibrate --device cpu --ranks 4 -o cpu.toml"
 
@@ -21,26 +25,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="processes that work at once: as many as the jobs to be planned will have on a node "
         "(default 2)",
     )
+    parser.add_argument(
+        "--from",
+        dest="table",
+        type=Path,
+        metavar="CSV",
+        help="fit the constants of one machine to its measured runs instead of measuring",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="profile to write (TOML)")
 
 
 def run(arguments: Namespace) -> int:
-    """Measure, fit, and write the profile to a file or to stdout."""
+    """Measure or fit, and write the profile to a file or to stdout."""
     from costmodels.profile_writer import profile_to_toml
-    from planner.cli import NoAnswerError
     from planner.codec import encode
     from planner.files import write_text
 
-    try:
-        from runtime.launch import RankFailedError
-        from runtime.measure.profile import measure_profile
-    except ImportError as error:
-        raise NoAnswerError("measuring needs PyTorch: pip install 'meshwright[runtime]'") from error
-    try:
-        profile = measure_profile(arguments.device, arguments.ranks, _say)
-    except RankFailedError as error:
-        cause = str(error).strip().splitlines()
-        raise NoAnswerError(f"measuring failed: {cause[0]} {cause[-1]}") from error
+    profile = _fitted(arguments.table) if arguments.table else _measured(arguments)
     text = profile_to_toml(profile)
     if arguments.output:
         write_text(arguments.output, text)
@@ -50,6 +51,34 @@ def run(arguments: Namespace) -> int:
     elif not arguments.output:
         print(text, end="")
     return 0
+
+
+def _measured(arguments: Namespace) -> "HardwareProfile":
+    from planner.cli import NoAnswerError
+    from planner.cli.extras import runtime_module
+
+    launch = runtime_module("runtime.launch", "calibrate")
+    measure = runtime_module("runtime.measure.profile", "calibrate")
+    try:
+        profile: HardwareProfile = measure.measure_profile(arguments.device, arguments.ranks, _say)
+    except launch.RankFailedError as error:
+        cause = str(error).strip().splitlines()
+        raise NoAnswerError(f"measuring failed: {cause[0]} {cause[-1]}") from error
+    return profile
+
+
+def _fitted(table: Path) -> "HardwareProfile":
+    from planner.fit_profile import fit_profile
+    from planner.validate import read_rows
+
+    fitted = fit_profile(read_rows(table), progress=_say)
+    _say(
+        f"{fitted.num_runs} runs of {fitted.profile.name}: mean error {fitted.mean_error:.1%}, "
+        f"{fitted.error_before:.1%} with its generation's constants"
+    )
+    for fight in fitted.fights:
+        _say(f"  {fight.run} fights the fit: predicted {fight.error:+.0%}")
+    return fitted.profile
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,55 @@
+"""A profile fitted to runs finds what made them, and says what does not belong."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from costmodels.profile_toml import profile_from_toml
+from costmodels.profile_writer import profile_to_toml
+from planner.fit_profile import fit_profile
+
+RUNS = Path(__file__).parents[1] / "golden" / "measured_runs.csv"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    with RUNS.open(newline="") as file:
+        rows = [r for r in csv.DictReader(file) if r["family"] == "megatron-lm/2020-V100"]
+    return [row for row in rows if row["tokens_per_sec_per_gpu"]]
+
+
+def test_a_fit_is_no_worse_than_the_generations_constants(runs):
+    fitted = fit_profile(runs)
+    assert fitted.num_runs == len(runs)
+    assert fitted.mean_error <= fitted.error_before + 1e-6
+
+
+def test_a_fitted_profile_can_be_written_and_read_back(runs):
+    profile = fit_profile(runs).profile
+    assert profile_from_toml(profile_to_toml(profile)) == profile
+    fitted = [source for source in profile.provenance if source.kind == "fitted"]
+    assert fitted
+    assert all(source.low < source.high for source in fitted)
+
+
+def test_a_run_that_differs_from_all_others_is_named(runs):
+    slow = {**runs[0], "id": "odd", "tokens_per_sec_per_gpu": "1"}
+    assert "odd" in [fight.run for fight in fit_profile([*runs, slow]).fights]
+
+
+def test_a_run_above_the_machines_peak_is_refused_by_name(runs):
+    fast = {**runs[0], "id": "too-fast", "tokens_per_sec_per_gpu": "1e9"}
+    with pytest.raises(ValueError, match=r"too-fast.*peaks at"):
+        fit_profile([*runs, fast])
+
+
+def test_several_machines_are_refused(runs):
+    other = {**runs[0], "gpu": "A100-SXM-80GB"}
+    with pytest.raises(ValueError, match="one machine at a time"):
+        fit_profile([*runs, other])
+
+
+def test_too_few_runs_are_refused(runs):
+    with pytest.raises(ValueError, match="a fit takes 3"):
+        fit_profile(runs[:2])
