@@ -232,6 +232,6 @@ def test_every_variable_has_its_reason_in_the_launcher():
     assert emission.command[0] == "torchrun"
 
 
-def test_a_layout_that_the_runtime_lacks_is_refused():
-    with pytest.raises(ValueError, match="native"):
-        emit_native(plan(2, context_parallel=2))
+def test_a_layout_that_the_runtime_cannot_cut_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"illegal for native: .*\b4\b.*\b2\b"):
+        emit_native(plan(4, tensor_parallel=4))  # two key-value heads
