@@ -43,7 +43,6 @@ from costmodels.pipeline_bound import (
     pipeline_lower_bound,
     pipeline_sums,
 )
-from costmodels.schedule import makespan_lower_bound
 from costmodels.stages import ZERO_2
 
 Values = NDArray[np.float64]
@@ -121,7 +120,7 @@ def open_lower_bound(
     table: LayoutTable,
     *,
     schedule_is_open: bool,
-    recomputed: Values | None = None,
+    limits: SplitLimits | None = None,
 ) -> Values:
     """Return seconds that no completion of partial layouts goes below.
 
@@ -136,32 +135,29 @@ def open_lower_bound(
         table: Degrees, micro-batches, sequence and context choices decided.
         schedule_is_open: The schedule and the stages per rank are open too; any keeps the slowest
             rank busy and passes one micro-batch through every stage.
-        recomputed: Layers per stage that every completion recomputes at least; None is 0.
+        limits: What is known of every completion that counts; `recomputed` 0 recomputes nothing.
 
     """
-    again = np.zeros(len(table)) if recomputed is None else recomputed
+    limits = limits or replace(no_limits(table), recomputed=np.zeros(len(table)))
     zeros = np.zeros(len(table), dtype=np.int64)
     closed = replace(
         table,
         rank_orders=(AXES,),
         rank_order=zeros,
         zero_stage=zeros,
-        recompute=np.where(again > 0, FULL_CODE, RECOMPUTES.index(Recompute.NONE)),
+        recompute=np.where(limits.recomputed > 0, FULL_CODE, RECOMPUTES.index(Recompute.NONE)),
         offload_optimizer=zeros,
         offload_parameters=zeros,
         offload_activations=zeros,
     )
     costs = layout_costs(model, job, cluster, closed)
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
-    limits = replace(no_limits(table), recomputed=np.maximum(again, 1))
     sums = pipeline_sums(costs, counts, block_totals(costs, counts), closed, limits)
-    pipeline = makespan_lower_bound(
-        np.full(len(table), _ANY_SCHEDULE) if schedule_is_open else table.schedule,
-        table.pipeline_parallel,
-        table.stages_per_rank,
-        table.num_micro_batches,
-        replace(sums, transfer=np.zeros(len(table))),
+    closed = replace(
+        closed, schedule=np.full(len(table), _ANY_SCHEDULE) if schedule_is_open else table.schedule
     )
+    sums = replace(sums, transfer=np.zeros(len(table)))
+    pipeline = pipeline_lower_bound(costs, sums, closed, limits)
     overhead = cluster.profile.calibration["step_overhead"]
     bound: Values = (pipeline + overhead) * (1 + stragglers(cluster)) * _ROUNDING
     return bound

@@ -46,13 +46,12 @@ class Costs(Protocol):
         """Bytes of host memory of a node."""
 
     def open_seconds(
-        self, table: LayoutTable, recomputed: Values, *, schedule_is_open: bool
+        self, table: LayoutTable, limits: SplitLimits, *, schedule_is_open: bool
     ) -> Values:
-        """Return seconds that no completion of partial layouts goes below.
+        """Return seconds that no completion of partial layouts within the limits goes below.
 
-        Open are the ZeRO stage and group, the rank order, recomputation (but for the layers per
-        stage in `recomputed`), offload and the split; with `schedule_is_open` the schedule and the
-        stages per rank too.
+        Open are the ZeRO stage and group, the rank order, recomputation, offload and the split;
+        with `schedule_is_open` the schedule and the stages per rank too.
         """
 
     def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
@@ -99,7 +98,7 @@ class ModelCosts:
         return self.cluster.profile.host_memory
 
     def open_seconds(
-        self, table: LayoutTable, recomputed: Values, *, schedule_is_open: bool
+        self, table: LayoutTable, limits: SplitLimits, *, schedule_is_open: bool
     ) -> Values:
         """See Costs."""
         return open_lower_bound(
@@ -108,7 +107,7 @@ class ModelCosts:
             self.cluster,
             table,
             schedule_is_open=schedule_is_open,
-            recomputed=recomputed,
+            limits=limits,
         )
 
     def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:

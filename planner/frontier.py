@@ -28,7 +28,9 @@ from planner.space import Partial, Space, root, unfold, unfold_with_parents
 from planner.splits import smallest_stage
 
 FULL = RECOMPUTES.index(Recompute.FULL)
-SELECTIVE = RECOMPUTES.index(Recompute.SELECTIVE)
+
+
+RANGE = 4  # chosen: recomputed layers are bounded in ranges a quarter wide
 
 
 class Level(IntEnum):
@@ -120,12 +122,7 @@ class Frontier:
             below = unfold(self.space, block, "stages_per_rank")
             seconds = self._open_seconds(below.table, schedule_is_open=False)
         elif level is Level.SCHEDULES:
-            below = block
-            needed = self._least_recomputed(block.table)
-            seconds = self.costs.open_seconds(
-                block.table, np.where(np.isinf(needed), 0, needed), schedule_is_open=False
-            )
-            seconds = np.where(np.isinf(needed), inf, np.maximum(seconds, bound))
+            below, seconds = block, np.maximum(self._tight_seconds(block.table), bound)
         else:
             below, seconds = self._complete(block, cutoff)
         self.dropped["device_memory"] += int(np.count_nonzero(np.isinf(seconds)))
@@ -138,30 +135,36 @@ class Frontier:
         nothing = np.zeros(len(table))
         if not len(table):
             return nothing
-        return self.costs.open_seconds(table, nothing, schedule_is_open=schedule_is_open)
+        few = nothing + 1 if schedule_is_open else self._smallest_stages(table)
+        limits = SplitLimits(layers=few, recomputed=nothing, fullest=nothing)
+        return self.costs.open_seconds(table, limits, schedule_is_open=schedule_is_open)
 
-    def _least_recomputed(self, table: LayoutTable) -> Values:
-        """Return layers per stage that every fitting completion recomputes in full; inf: none fits.
+    def _tight_seconds(self, table: LayoutTable) -> Values:
+        """Bound partial layouts by what fits under the leanest states; inf where nothing does.
 
-        The leanest of all states that the axes allow is taken, so nothing that fits is lost.
+        Nothing that fits is lost: of all states that the axes allow, the one that asks for the
+        least recomputation, and the one that lets the layers lie most evenly, are taken.
         """
         codes = set(self.space.axes.named("recompute").values[:, 0].tolist())
-        full = np.full(len(table), inf)
-        selective = np.full(len(table), inf)
         few = self._smallest_stages(table)
+        full, other, fullest = (np.full(len(table), inf) for _ in range(3))
+        most = np.full(len(table), float(self.space.model.num_layers) if FULL in codes else 0.0)
         for lean in self._leanest_states(table):
             full = np.minimum(full, self.costs.least_recomputed(lean, few, self.limit))
-            if SELECTIVE in codes:
-                code = np.full(len(table), SELECTIVE)
-                held = self.costs.memory_bound(replace(lean, recompute=code), few)
-                selective = np.minimum(selective, np.where(held <= self.limit, 0.0, inf))
-        if codes == {FULL}:
-            some: Values = np.maximum(full, 1.0)
-            return some
-        if FULL not in codes:
-            full = np.where(full > 0, inf, full)
-        least: Values = np.minimum(full, selective)
-        return least
+            fullest = np.minimum(fullest, self.costs.fullest_stage(lean, most, self.limit))
+            for code in codes - {FULL}:
+                kept = replace(lean, recompute=_filled(table, code))
+                held = self.costs.memory_bound(kept, few)
+                other = np.minimum(other, np.where(held <= self.limit, 0.0, inf))
+        redone = np.minimum(np.maximum(full, 1.0) if FULL in codes else inf, other)
+        never = np.isinf(redone) | np.isinf(fullest)
+        limits = SplitLimits(
+            layers=few,
+            recomputed=np.where(never, 0, redone),
+            fullest=np.where(never, 1, fullest),
+        )
+        seconds = self.costs.open_seconds(table, limits, schedule_is_open=False)
+        return np.where(never, inf, seconds)
 
     def _leanest_states(self, table: LayoutTable) -> list[LayoutTable]:
         """Return the table under every ZeRO stage and offload, states cut over all ranks."""
@@ -221,18 +224,25 @@ class Frontier:
     def _recomputing_seconds(self, table: LayoutTable, few: Values, least: Values) -> Values:
         """Return the bound under full recomputation, over ranges of how many layers are redone.
 
-        Within a range the fewest give the time and the most give the room; ranges double.
+        Within a range the fewest give the time and the most give the room. More than lets the
+        layers lie evenly is never faster than that.
         """
         bound = np.full(len(table), inf)
+        even = np.ceil(self.space.model.num_layers / table.pipeline_parallel)
+        is_open = np.ones(len(table), dtype=np.bool_)
         first = 1
         while first <= self.space.model.num_layers:
-            last = 2 * first - 1
-            rows = np.flatnonzero(least <= last)
+            last = first + first // RANGE
+            rows = np.flatnonzero(is_open & (least <= last))
             if len(rows):
                 redone = np.maximum(least[rows], first)
-                most = np.full(len(rows), float(last))
-                below = self._seconds(table.take(rows), few[rows], redone, most)
+                some = table.take(rows)
+                fullest = self.costs.fullest_stage(
+                    some, np.full(len(rows), float(last)), self.limit
+                )
+                below = self._seconds_within(some, few[rows], redone, fullest)
                 bound[rows] = np.minimum(bound[rows], below)
+                is_open[rows] = fullest > even[rows]
             first = last + 1
         return bound
 
@@ -240,6 +250,11 @@ class Frontier:
         self, table: LayoutTable, few: Values, redone: Values, most_redone: Values
     ) -> Values:
         fullest = self.costs.fullest_stage(table, most_redone, self.limit)
+        return self._seconds_within(table, few, redone, fullest)
+
+    def _seconds_within(
+        self, table: LayoutTable, few: Values, redone: Values, fullest: Values
+    ) -> Values:
         never = np.isinf(redone) | np.isinf(fullest)
         limits = SplitLimits(
             layers=few,

@@ -10,13 +10,14 @@ Under full recomputation each stage recomputes the fewest layers that fit, or al
 their number, and time rises but for what a longer backward hides of the gradients' reduction.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from costmodels.layout import Layout, Recompute, split_layers
 from costmodels.terms import MemoryEstimate
 from planner.costs import Costs
-from planner.stage_problem import SPLIT_SCHEDULES
+from planner.stage_problem import SPLIT_SCHEDULES, ScoredProblem
 
 MOST_ANSWERS = 24  # chosen: answers of the solver judged for one layout before it counts as open
 
@@ -93,43 +94,87 @@ def best_split(
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
         return _solved(costs, layout, limits, cutoff, stated)
     split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
-    best, seconds = _fastest(costs, replace(layout, layers_per_stage=split), limits, stated)
+    given = replace(layout, layers_per_stage=split)
+    best, seconds = _fastest(costs, given, limits, stated)
     return Outcome(layout=best, seconds=seconds, bound=seconds, num_exact=1)
 
 
 def _fastest(
-    costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit
+    costs: Costs,
+    layout: Layout,
+    limits: Limits,
+    stated: StatedSplit,
+    *,
+    least: int = 1,
+    is_worth: Callable[[Layout], bool] = lambda _: True,
 ) -> tuple[Layout | None, float]:
-    """Return the fastest number of recomputed layers for one split, None where none fits."""
+    """Return the fastest number of recomputed layers for one split, None where none fits.
+
+    Args:
+        costs: The models.
+        layout: The split.
+        limits: Memory.
+        stated: What the user fixed.
+        least: Fewer recomputed layers than this do not fit.
+        is_worth: Whether a layout may be of interest; asked before memory is.
+
+    """
     best, seconds = None, inf
-    for candidate in _fitting(costs, layout, limits, stated):
-        exact = costs.seconds(candidate)
-        if exact < seconds:
-            best, seconds = candidate, exact
+    for layers in _recomputed(costs, layout, limits, stated, least):
+        candidate = replace(layout, recompute_layers=layers)
+        if is_worth(candidate) and limits.hold(costs.memory(candidate)):
+            exact = costs.seconds(candidate)
+            if exact < seconds:
+                best, seconds = candidate, exact
     return best, seconds
 
 
-def _fitting(
-    costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit
-) -> tuple[Layout, ...]:
-    """Return the layout with all recomputed, and with the fewest layers that fit."""
-
-    def fits(layers: int) -> bool:
-        return limits.hold(costs.memory(replace(layout, recompute_layers=layers)))
-
+def _recomputed(
+    costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit, least: int
+) -> Iterator[int]:
+    """Yield numbers of recomputed layers to judge: the fewest that fit, then 0 for all."""
     if layout.recompute is not Recompute.FULL:
-        return (layout,) if fits(0) else ()
+        yield 0
+        return
     if stated.recompute_layers is not None:
-        given = stated.recompute_layers
-        return (replace(layout, recompute_layers=given),) if fits(given) else ()
-    everything = (0,) if fits(0) else ()
-    too_few, enough = 0, max(layout.layers_per_stage) - 1
-    if enough < 1 or not fits(enough):
-        return tuple(replace(layout, recompute_layers=layers) for layers in everything)
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return tuple(replace(layout, recompute_layers=layers) for layers in (enough, *everything))
+        yield stated.recompute_layers
+        return
+
+    def reserved(layers: int) -> float:
+        return costs.memory(replace(layout, recompute_layers=layers)).parts.reserved
+
+    fewest = _fewest(reserved, limits.device, least, max(layout.layers_per_stage) - 1)
+    if fewest is not None:
+        yield fewest
+    # One rank alone is never faster for recomputing more; in a pipeline it may hide more.
+    if fewest is None or layout.pipeline_parallel > 1:
+        yield 0
+
+
+def _fewest(reserved: Callable[[int], float], limit: float, least: int, most: int) -> int | None:
+    """Return the smallest number from least to most whose memory fits, None where none does.
+
+    Memory falls almost linearly with the number, so a secant finds it in a step or two.
+    """
+    if least > most:
+        return None
+    below, above = reserved(least), reserved(most)
+    if below <= limit:
+        return least
+    if above > limit:
+        return None
+    low, high = least, most  # low does not fit, high does
+    while high - low > 1:
+        share = (below - limit) / max(below - above, 1.0)
+        guess = min(max(low + ceil(share * (high - low)), low + 1), high - 1)
+        held = reserved(guess)
+        if held > limit:
+            low, below = guess, held
+        else:
+            high, above = guess, held
+            if high - low > 1 and reserved(high - 1) > limit:
+                break
+    return high
 
 
 def _solved(
@@ -153,7 +198,23 @@ def _solved(
             break
         known.append(answer.layers_per_stage)
         given = replace(layout, layers_per_stage=answer.layers_per_stage)
-        candidate, exact = _fastest(costs, given, limits, stated)
+        worth = min(cutoff, seconds)
+        candidate, exact = _fastest(
+            costs,
+            given,
+            limits,
+            stated,
+            least=max(answer.recomputed, 1),
+            is_worth=lambda one: _floor(scored, one) < worth,  # noqa: B023 - called before the next answer
+        )
         if exact < seconds:
             best, seconds = candidate, exact
     return Outcome(layout=best, seconds=seconds, bound=min(bound, seconds), num_exact=len(known))
+
+
+def _floor(scored: ScoredProblem, layout: Layout) -> float:
+    """Return seconds that a split with its recomputed layers does not go below."""
+    redone = 0
+    if layout.recompute is Recompute.FULL:
+        redone = layout.recompute_layers or max(layout.layers_per_stage)
+    return scored.seconds(scored.problem.score_of(layout.layers_per_stage, redone))

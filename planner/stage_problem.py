@@ -77,6 +77,17 @@ class StageProblem:
         """Layers to place."""
         return len(self.kind_of_layer)
 
+    def score_of(self, split: tuple[int, ...], recomputed: int) -> int:
+        """Return the score of one split with so many recomputed layers per stage."""
+        scores, first = [], 0
+        for stage, count in enumerate(split):
+            kinds = self.kind_of_layer[first : first + count]
+            first += count
+            redone = self.redo_cost[stage] * min(recomputed, count)
+            layers = sum(self.cost[stage][kind] for kind in kinds)
+            scores.append(self.base[stage] + layers + redone)
+        return max(scores)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredProblem:
