@@ -27,7 +27,7 @@ from runtime import collectives
 from runtime.host_memory import activations_on_host
 from runtime.mesh import Mesh
 from runtime.pending import Done, Pending
-from runtime.program import IGNORED_LABEL, Batch, Program
+from runtime.program import IGNORED_LABEL, TOKEN_WEIGHT, Batch, Program
 from runtime.split_backward import Key, WeightGradients, split_linears
 from runtime.zero import ShardedStates
 
@@ -88,8 +88,9 @@ class Executor:
             The loss per token that counts, a scalar that is the same on every rank.
 
         """
-        self._batches = micro_batches
-        self._num_tokens = self._count_tokens()
+        self._num_tokens = self._count_tokens(micro_batches)
+        self._token_weight = self._num_tokens.to(self._loss_dtype).reciprocal()
+        self._batches = [{**batch, TOKEN_WEIGHT: self._token_weight} for batch in micro_batches]
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._mesh.device)
         self._running: dict[Key, Running] = {}
         self._outputs: dict[Key, Tensor] = {}  # made here, until sent or handed over
@@ -105,8 +106,8 @@ class Executor:
         loss = collectives.all_reduce(self._loss, self._mesh.group("world"))
         return loss / self._mesh.size("tp") / self._num_tokens
 
-    def _count_tokens(self) -> Tensor:
-        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in self._batches]
+    def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
+        counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
         total = collectives.all_reduce(torch.stack(counts).sum(), self._mesh.group("dp_cp"))
         return total.clamp(min=1)
 
@@ -121,7 +122,7 @@ class Executor:
         following = (key[0] + 1, key[1])
         if stage.is_last:
             self._loss = self._loss + output.detach()
-            self._gradients[key] = Done((1 / self._num_tokens).to(output.dtype))
+            self._gradients[key] = Done(self._token_weight.to(output.dtype))
         elif self._is_here(following[0]):
             self._activations[following] = Done(output.detach())
         else:

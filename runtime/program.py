@@ -30,6 +30,7 @@ from runtime.mesh import Mesh
 Batch: TypeAlias = Mapping[str, Tensor]
 
 BATCH_FIELDS = ("input_ids", "position_ids", "labels")
+TOKEN_WEIGHT = "token_weight"  # noqa: S105  (a field of a batch: the factor on a token's loss)
 IGNORED_LABEL = -100  # the label that carries no loss, as in torch and Hugging Face
 
 
@@ -187,14 +188,20 @@ class StageModule(nn.Module):
                 first stage.
             batch: `input_ids` and `labels` [b, s / cp]; labels are the *next* tokens, already
                 shifted, -100 where no loss is due. `position_ids` [b, s / cp] where they do not
-                simply count from 0.
+                simply count from 0. `token_weight` where losses inside of the model are
+                attached to activations; 1 if it is not there.
 
         Returns:
             The activation for the next stage (contiguous), or the loss summed over all tokens
             of this micro-batch that are not ignored. The caller divides by their global count.
 
         """
-        values = {**with_positions(batch), "mesh": self.mesh, "hidden": activation}
+        values = {
+            TOKEN_WEIGHT: 1.0,
+            **with_positions(batch),
+            "mesh": self.mesh,
+            "hidden": activation,
+        }
         shared = self.shared(*(values[name] for name in self.shared_inputs))
         values.update(zip(self.shared_outputs, shared, strict=True))
         for unit, spec in zip(self.units, self.specs, strict=True):

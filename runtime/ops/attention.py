@@ -34,7 +34,7 @@ def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = Non
     scores = scores.masked_fill(hidden, float("-inf"))
     wide = torch.promote_types(q.dtype, torch.float32)
     weights = scores.softmax(-1, dtype=wide).to(q.dtype)
-    return (weights @ v.unsqueeze(2)).reshape(batch, heads, length, width)
+    return (weights @ v.unsqueeze(2)).reshape(batch, heads, length, v.shape[-1])
 
 
 def recomputed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

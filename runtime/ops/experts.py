@@ -29,6 +29,7 @@ from torch.library import custom_op
 
 from runtime import collectives
 from runtime.mesh import Mesh
+from runtime.ops.balance import balanced
 from runtime.ops.grouped import grouped_linear
 from runtime.ops.routing import Routing, choose, scores_of
 from runtime.ops.rows import put, spread, take
@@ -42,6 +43,7 @@ def dispatched_experts(
     gate_up: Tensor,
     down: Tensor,
     mesh: Mesh | None,
+    token_weight: Tensor | float,
     *rule: Any,
 ) -> Tensor:
     """Return the weighted answers of each token's experts.
@@ -52,7 +54,9 @@ def dispatched_experts(
         correction: [E], added to scores where experts are chosen.
         gate_up: [e, 2 F / etp, H], both input matrices of the experts of this rank.
         down: [e, H, F / etp].
-        mesh: Where this rank stands; None for the whole block in one process.
+        mesh: Where this rank stands; None for the whole block in one process, without the balance
+            loss.
+        token_weight: What the step's loss multiplies each token's by.
         rule: The fields of `Routing`, in order.
 
     """
@@ -60,6 +64,10 @@ def dispatched_experts(
     tokens = x.reshape(-1, x.shape[-1])
     scores = scores_of(F.linear(tokens, router), routing)
     experts, weights = choose(scores, correction, routing)
+    if mesh is not None and routing.balance:
+        lead = (*x.shape[:-1], -1)
+        choice = weights.view(lead), scores.view(lead), experts.view(lead)
+        weights = balanced(*choice, routing.balance * token_weight, mesh).flatten(0, -2)
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)
     inverse = order.argsort()
@@ -120,7 +128,7 @@ def whole_experts(
 ) -> Tensor:
     """Return the answers of all experts in one process; the arguments as above and in `Routing`."""
     rule = (top_k, scoring, normalize, scaling, num_groups, groups_per_token, balance)
-    return dispatched_experts(x, router, correction, gate_up, down, None, *rule)
+    return dispatched_experts(x, router, correction, gate_up, down, None, 1.0, *rule)
 
 
 @whole_experts.register_fake
@@ -140,7 +148,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, router, correction, gate_up, down = ctx.saved_tensors
     x, router, gate_up, down = (t.detach().requires_grad_() for t in (x, router, gate_up, down))
     with torch.enable_grad():
-        output = dispatched_experts(x, router, correction, gate_up, down, None, *ctx.rule)
+        output = dispatched_experts(x, router, correction, gate_up, down, None, 1.0, *ctx.rule)
         found = torch.autograd.grad(output, (x, router, gate_up, down), gradient)
     return found[0], found[1], None, found[2], found[3], *(None for _ in ctx.rule)
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from costmodels.layout import Layout
 from runtime.ops.experts import dispatched_experts
 from runtime.passes.pipeline import LoweringContext, all_nodes
-from runtime.program import ParameterShard
+from runtime.program import TOKEN_WEIGHT, ParameterShard
 
 _WHOLE = torch.ops.meshwright.experts.default
 
@@ -30,7 +30,12 @@ def dispatch_experts(graph: GraphModule, context: LoweringContext) -> GraphModul
         ValueError: The experts, or the width of one, do not divide over their axes.
 
     """
-    mesh = next((node for node in graph.graph.nodes if node.target == "mesh"), None)
+    if not any(node.target is _WHOLE for node in graph.graph.nodes):
+        return graph
+    mesh = next(node for node in graph.graph.nodes if node.target == "mesh")
+    with graph.graph.inserting_after(mesh):
+        weight = graph.graph.placeholder(TOKEN_WEIGHT)
+    weight.meta = {"val": None, "module": "", "placement": mesh.meta["placement"]}
     for node in graph.graph.nodes:
         if node.target is _WHOLE:
             gate_up, down = _weights(node)
@@ -38,7 +43,7 @@ def dispatch_experts(graph: GraphModule, context: LoweringContext) -> GraphModul
             _cut(graph, gate_up, context.layout, dim=1, num_segments=2)
             _cut(graph, down, context.layout, dim=2, num_segments=1)
             node.target = dispatched_experts
-            node.args = (*node.args[:5], mesh, *node.args[5:])
+            node.args = (*node.args[:5], mesh, weight, *node.args[5:])
     return graph
 
 
