@@ -58,7 +58,9 @@ def attention_ops(
     key_value_heads = heads if latent else per_rank(model.num_kv_heads, shard.tensor_parallel)
     return (
         *project,
-        *_exchange(shard, heads * widths[0] + key_value_heads * sum(widths), "in"),
+        *_exchange(
+            shard, heads * widths[0] + _sent_heads(key_value_heads, shard) * sum(widths), "in"
+        ),
         *_ring(shard, key_value_heads * sum(widths)),
         *_core(job, kind, shard, heads, widths),
         *_exchange(shard, heads * widths[1], "out"),
@@ -155,6 +157,11 @@ def _latent(model: ModelSpec, latent: LatentAttention, shard: Shard) -> tuple[Op
     )
 
 
+def _sent_heads(heads: Size, shard: Shard) -> Size:
+    """Key-value heads that a rank sends in Ulysses: those fewer than ranks are copied first."""
+    return shard.context_parallel * per_rank(heads, shard.context_parallel)
+
+
 def _exchange(shard: Shard, width: Size, side: str) -> tuple[Op, ...]:
     """Trade tokens for heads over the context axis before attention, and back after (Ulysses)."""
     payload = HALF * shard.tokens * width * shard.ulysses
@@ -172,8 +179,12 @@ def _exchange(shard: Shard, width: Size, side: str) -> tuple[Op, ...]:
 
 
 def _ring(shard: Shard, width: Size) -> tuple[Op, ...]:
-    """Keys and values of the other context ranks: passed around beside attention, or gathered."""
+    """Keys and values of the other context ranks: passed around beside attention, or gathered.
+
+    What was gathered is not kept, but gathered again for backward.
+    """
     own = HALF * shard.tokens * width
+    whole = own * shard.context_parallel * (1 - shard.ring) * (1 - shard.ulysses)
     return (
         Collective(
             name="ring_key_value",
@@ -191,7 +202,16 @@ def _ring(shard: Shard, width: Size) -> tuple[Op, ...]:
             group="context",
             forward="all_gather",
             backward="reduce_scatter",
-            payload=own * shard.context_parallel * (1 - shard.ring) * (1 - shard.ulysses),
+            payload=whole,
+        ),
+        Collective(
+            name="gather_key_value_again",
+            module="core_attn",
+            axis="cp",
+            group="context",
+            forward="",
+            backward="all_gather",
+            payload=whole,
         ),
     )
 

@@ -1,7 +1,7 @@
 """The passes that turn a captured graph into the program of a plan, and what each one promises.
 
-    captured graph -> canonicalise -> shard_tensors -> dispatch_experts -> split_layers
-                   -> apply_recompute
+    captured graph -> canonicalise -> shard_tensors -> split_context -> dispatch_experts
+                   -> split_layers -> apply_recompute
 
 A pass is a rewrite and an invariant. After every pass the graph is linted and recompiled, and all
 invariants established so far are checked again; the difference in operations goes to the log.
@@ -14,6 +14,7 @@ from runtime.passes.canonicalise import canonicalise, only_canonical_operations
 from runtime.passes.dispatch_experts import dispatch_experts, every_token_reaches_its_experts
 from runtime.passes.pipeline import LoweringContext, Pass, run_passes
 from runtime.passes.shard_tensors import every_value_has_a_placement, shard_tensors
+from runtime.passes.split_context import attention_sees_the_whole_sequence, split_context
 from runtime.passes.split_layers import only_activations_cross_units, split_layers
 
 PIPELINE: tuple[Pass, ...] = (
@@ -21,6 +22,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalise, only_canonical_operations),
     # On the whole graph: the placement of a value follows from the values before it.
     Pass(shard_tensors, every_value_has_a_placement),
+    # After the tensor axis, which cuts the heads that attention then finds in place.
+    Pass(split_context, attention_sees_the_whole_sequence),
     # After the tensor axis, which decides what tokens a rank has to route.
     Pass(dispatch_experts, every_token_reaches_its_experts),
     # After the axes, whose collectives belong to the layer that needs them.

@@ -4,7 +4,8 @@
     selective     attention keeps queries, keys and values; scores and output are made again
     none          autograd keeps what it needs
 
-With fused attention `selective` saves only the kernel's output and its row statistics.
+With fused attention `selective` saves only the kernel's output and its row statistics. Attention
+over a split sequence has its own forms, which bring keys and values once more.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.fx import GraphModule, Node
 from costmodels.layout import Layout, Recompute
 from runtime.ops import attention
 from runtime.passes.pipeline import LoweringContext, all_nodes
+from runtime.passes.split_context import RECOMPUTED
 from runtime.passes.split_layers import SHARED
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -27,13 +29,13 @@ def apply_recompute(graph: GraphModule, context: LoweringContext) -> GraphModule
     for node in _unit_calls(graph):
         node.meta["recompute"] = node.target in chosen
     function = _attention_function(context)
-    if function is not None:
-        for node in all_nodes(graph):
-            if node.target is _ATTENTION:
-                node.target = function
-                node.args = node.args[:3]
-                scale = {"scale": node.kwargs["scale"]} if "scale" in node.kwargs else {}
-                node.kwargs = scale
+    for node in all_nodes(graph):
+        if node.target is _ATTENTION and function is not None:
+            node.target = function
+            node.args = node.args[:3]
+            node.kwargs = {"scale": node.kwargs["scale"]} if "scale" in node.kwargs else {}
+        elif node.target in RECOMPUTED and context.layout.recompute is Recompute.SELECTIVE:
+            node.target = RECOMPUTED[node.target]
     return graph
 
 
@@ -46,6 +48,10 @@ def recomputed_layers_match_the_layout(graph: GraphModule, context: LoweringCont
         node.target for node in all_nodes(graph) if node.target in (_ATTENTION, *attention.FORMS)
     }
     assert kernels <= {function or _ATTENTION}, f"attention runs as {kernels}"
+    split = {n.target for n in all_nodes(graph)} & {*RECOMPUTED, *RECOMPUTED.values()}
+    selective = context.layout.recompute is Recompute.SELECTIVE
+    wanted = set(RECOMPUTED.values() if selective else RECOMPUTED)
+    assert split <= wanted, f"attention over a split sequence runs as {split}"
 
 
 def recomputed_units(layout: Layout) -> set[str]:

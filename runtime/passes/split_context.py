@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from costmodels.layout import ContextParallelType, Layout
+from runtime.ops.attention import FORMS
 from runtime.ops.gathered_attention import gathered_attention, recomputed_gathered_attention
 from runtime.ops.ring_attention import recomputed_ring_attention, ring_attention
 from runtime.ops.ulysses_attention import to_heads, to_tokens
@@ -63,7 +64,7 @@ def attention_sees_the_whole_sequence(graph: GraphModule, context: LoweringConte
     if context.layout.context_parallel == 1:
         return
     for node in all_nodes(graph):
-        if node.target is _ATTENTION:
+        if node.target in (_ATTENTION, *FORMS):
             sources = {source.target for source in node.all_input_nodes}
             assert _is_ulysses(context.layout), f"{node.name} sees its own tokens only"
             assert sources == {to_heads}, f"{node.name} reads {sources}"

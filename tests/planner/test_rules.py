@@ -1,7 +1,7 @@
 """Legality: the answers of the public threads, what is offered instead, and one source for both."""
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 
 import numpy as np
@@ -347,11 +347,15 @@ def test_the_native_runtime_says_what_it_does_not_run_yet():
     task = job()
     plain = layout(llama_8b(), task, 8, tensor_parallel=2, pipeline_parallel=2, zero_stage=3)
     assert runtime_violations(llama_8b(), task, cluster(8), plain) == ()
-    offloaded = layout(llama_8b(), task, 8, offload=(Offload.OPTIMIZER,), zero_stage=1)
-    found = runtime_violations(llama_8b(), task, cluster(8), offloaded)
+    ring = layout(llama_8b(), task, 8, context_parallel=2)
+    assert runtime_violations(llama_8b(), task, cluster(8), ring) == ()
+    unfused = job(flash_attention=False)  # whose kernel returns nothing to merge by
+    found = runtime_violations(llama_8b(), unfused, cluster(8), ring)
     assert [v.rule for v in found] == ["native_runtime_supports"]
-    assert "none" in found[0].allowed["offload"]
-    assert violations(llama_8b(), task, cluster(8), offloaded) == ()
+    assert 1 in found[0].allowed["context_parallel"]
+    assert violations(llama_8b(), unfused, cluster(8), ring) == ()
+    ulysses = replace(ring, context_parallel_type=ContextParallelType.ULYSSES)
+    assert runtime_violations(llama_8b(), unfused, cluster(8), ulysses) == ()
 
 
 def test_masks_are_booleans_of_the_tables_length():

@@ -17,6 +17,7 @@ from parity_cases import (
     layouts,
     lowered,
     micro_batches,
+    own_batches,
     pairwise,
     reference_loss,
     sgd_errors,
@@ -112,7 +113,7 @@ def adamw_error(world, name, graph, layout, truths):
     optimizer = ShardedOptimizer(states, ADAMW)
     found = 0.0
     for step, weights in enumerate(truths):
-        executor.run(micro_batches(MODELS[name].vocab_size, layout, mesh.coordinate("dp")))
+        executor.run(own_batches(name, mesh))
         optimizer.step(step)
         found = max(found, worst(weight_errors(states, mesh, weights))[0])
     return found
