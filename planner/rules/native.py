@@ -10,17 +10,62 @@ from functools import reduce
 
 import numpy as np
 
-from costmodels.layout import Offload, Schedule
+from costmodels.layout import ContextParallelType, Offload, Schedule
 from costmodels.layout_table import CONTEXT_PARALLEL_TYPES, SCHEDULES
 from planner.rules.common import COMMON
 from planner.rules.rule import Case, Mask, Rule
-from planner.rules.shapes import KV_HEADS_DIVIDE
+from planner.rules.shapes import KV_HEADS_DIVIDE, ULYSSES
+
+
+def _tokens_divide(case: Case) -> Mask:
+    table = case.table
+    tokens = case.job.seq_len // table.context_parallel
+    divides = tokens % table.tensor_parallel == 0
+    return np.asarray(divides | (case.model.moe is None), dtype=np.bool_)
+
+
+def _states_divide(case: Case) -> Mask:
+    table = case.table
+    group = table.zero_group * table.tensor_parallel
+    experts = table.expert_parallel * table.expert_tensor_parallel
+    divides = (group % experts == 0) | (experts % group == 0)
+    return np.asarray(divides | (table.zero_stage == 0), dtype=np.bool_)
+
+
+# Each tensor rank routes an equal part of the tokens, with or without sequence parallelism.
+EXPERT_TOKENS_DIVIDE = Rule(
+    name="tensor_parallel_divides_routed_tokens",
+    reads=("tensor_parallel", "context_parallel"),
+    holds=_tokens_divide,
+    says="tensor parallel {tensor_parallel} (--tp) does not divide the tokens of a sequence of "
+    "{seq_len} on context parallel {context_parallel}, of which each rank routes a part to experts",
+    given=("tensor_parallel", "context_parallel", "seq_len"),
+    blames=("tensor_parallel",),
+)
+# A state of experts is cut over the ranks of a ZeRO group that hold the same experts.
+EXPERT_STATES_DIVIDE = Rule(
+    name="zero_group_divides_by_experts",
+    reads=(
+        "zero_stage",
+        "zero_group",
+        "tensor_parallel",
+        "expert_parallel",
+        "expert_tensor_parallel",
+    ),
+    holds=_states_divide,
+    says="a ZeRO group of {zero_group} (--zero-group) x tp {tensor_parallel} ranks is no multiple "
+    "and no divisor of expert parallel {expert_parallel} x expert tensor parallel "
+    "{expert_tensor_parallel}, so that copies of experts do not cut evenly",
+    given=("zero_group", "tensor_parallel", "expert_parallel", "expert_tensor_parallel"),
+    blames=("zero_group", "expert_parallel"),
+)
 
 # The passes cut key-value heads over the tensor axis and never copy them.
 RULES: tuple[Rule, ...] = (*COMMON, KV_HEADS_DIVIDE)
 
 # One line per feature; a feature that is missing here is planned but not yet executed. Names:
-# schedules as on the command line, "cp:" and a type, "ep", "etp", "offload:" and a part.
+# schedules as on the command line, "cp:" and a type, "cp-unfused" (a ring or a gather without flash
+# attention, whose kernel returns what merging needs), "ep", "etp", "offload:" and a part.
 NATIVE_RUNS = frozenset(
     {
         Schedule.GPIPE.value,
@@ -29,6 +74,9 @@ NATIVE_RUNS = frozenset(
         Schedule.ZERO_BUBBLE.value,
         Schedule.ZBV.value,
         Schedule.DUALPIPEV.value,
+        *(f"cp:{kind.value}" for kind in ContextParallelType),
+        "ep",
+        "etp",
         *(f"offload:{part.value}" for part in Offload),
     }
 )
@@ -43,6 +91,8 @@ def features(case: Case) -> dict[str, Mask]:
     for code, kind in enumerate(CONTEXT_PARALLEL_TYPES):
         uses = table.context_parallel_type == code
         needs[f"cp:{kind.value}"] = (table.context_parallel > 1) & uses
+    merges = (table.context_parallel > 1) & (table.context_parallel_type != ULYSSES)
+    needs["cp-unfused"] = merges & (not case.job.flash_attention)
     needs["ep"] = table.expert_parallel > 1
     needs["etp"] = table.expert_tensor_parallel > 1
     for part in Offload:
