@@ -45,7 +45,10 @@ class RankCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockCounts:
-    """One micro-batch of a block: forward and backward FLOPs, what runs again, bytes by axis."""
+    """One micro-batch of a block: forward and backward FLOPs, what runs again, bytes by axis.
+
+    Selective recomputation runs attention again, and brings keys and values for it once more.
+    """
 
     forward: int
     backward: int
@@ -57,6 +60,7 @@ class _BlockCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
+    bytes_selective: Counter[str]
     """Local weights of a rank.
 
     Attributes:
@@ -133,13 +137,16 @@ def _work(block: _BlockCounts, layout: Layout, *, again: bool) -> tuple[int, Cou
     """Return FLOPs and bytes of one micro-batch, or what full recomputation adds to them."""
     if again:
         return block.again, block.bytes_again
-    selective = block.selective if layout.recompute is Recompute.SELECTIVE else 0
-    return block.forward + block.backward + selective, block.bytes_once
+    flops, axes = block.forward + block.backward, block.bytes_once
+    if layout.recompute is Recompute.SELECTIVE:
+        return flops + block.selective, axes + block.bytes_selective
+    return flops, axes
 
 
 def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts:
-    forward = backward = selective = last = 0
-    once, again = Counter[str](), Counter[str]()
+    forward = backward = selective = again_flops = 0
+    unmade = _not_made_again(block)
+    once, again, within = Counter[str](), Counter[str](), Counter[str]()
     for op in block.ops:
         if isinstance(op, Gemm):
             product = 2 * op.m * op.n * op.k * op.count
@@ -154,9 +161,8 @@ def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts
         elif isinstance(op, Collective) and _group_size(op, layout) > 1:
             ahead, back = _both_ways(op, job, layout)
             once[op.axis] += ahead + back
-            again[op.axis] += ahead if op.name != "ffn_leave" else 0
-    # torch.utils.checkpoint stops once what backward needs is there: the last product's result,
-    # and its reduction, are not made again.
+            again[op.axis] += ahead if op.name not in unmade else 0
+            within[op.axis] += ahead if op.module == "core_attn" else 0
     return _BlockCounts(
         forward=forward,
         backward=backward,
@@ -171,6 +177,7 @@ def _group_size(op: Collective, layout: Layout) -> int:
     sizes = {
         "tensor": layout.tensor_parallel,
         "context": layout.context_parallel,
+        bytes_selective=within,
         "expert": layout.expert_parallel,
         "expert_tensor": layout.expert_tensor_parallel,
     }
