@@ -22,10 +22,14 @@ from costmodels.model import LayerKind, ModelSpec
 from costmodels.ops import Attention, Block, Collective, Gemm
 from costmodels.parameters import head_parameters, layer_parameters
 from costmodels.shard import Shard, padded_rows, shard_of
-from costmodels.states import bytes_per_weight
+from costmodels.states import BytesPerWeight, bytes_per_weight
 from costmodels.workload import Workload, build_workload
 
 ZERO_2, ZERO_3 = 2, 3
+# Ops that keep their operands, the results of products, for backward.
+_WEIGHED_RESULTS = ("unpermute", "shared_gate_product")
+# Payloads that are no activations and do not follow the precision.
+_WIDE_PAYLOADS = ("loss_reduce", "expert_counts", "expert_counts_gather", "balance_counts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +60,11 @@ class _BlockCounts:
     selective: int
     bytes_once: Counter[str]
     bytes_again: Counter[str]
+    bytes_selective: Counter[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    bytes_selective: Counter[str]
     """Local weights of a rank.
 
     Attributes:
@@ -69,6 +73,7 @@ class _Weights:
         tied: Of a table that another pipeline rank holds too; gradients are summed with it.
         gathered_twice: Of a table that embeds and makes logits on this rank; ZeRO-3 gathers it
             (and what shares its bucket) for each.
+        experts: Of routed experts, which fewer ranks hold; not in `dense`.
 
     """
 
@@ -76,6 +81,7 @@ class _Weights:
     tensor_copies: int
     tied: int
     gathered_twice: int
+    experts: int
 
 
 def count_rank(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) -> RankCounts:
@@ -151,11 +157,12 @@ def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts
         if isinstance(op, Gemm):
             product = 2 * op.m * op.n * op.k * op.count
             forward += product
+            again_flops += product if op.name not in unmade else 0
             backward += product * (2 if op.trained or not op.weight else 1)
             selective += product if op.module == "core_attn" else 0
-            last = product
         elif isinstance(op, Attention):
             forward += op.flops
+            again_flops += op.flops
             backward += op.flops * 5 // 2
             selective += op.flops
         elif isinstance(op, Collective) and _group_size(op, layout) > 1:
@@ -166,18 +173,36 @@ def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts
     return _BlockCounts(
         forward=forward,
         backward=backward,
-        again=forward - last,
+        again=again_flops,
         selective=selective,
         bytes_once=once,
         bytes_again=again,
+        bytes_selective=within,
     )
+
+
+def _not_made_again(block: Block) -> set[str]:
+    """Return the ops that full recomputation leaves out.
+
+    torch.utils.checkpoint stops once what backward needs is there: the result of a last product,
+    and what communicates it, are not made again. Where results are weighed at the end (experts,
+    gates), the products themselves are needed.
+    """
+    names: set[str] = set()
+    for op in reversed(block.ops):
+        if op.name in _WEIGHED_RESULTS:
+            break
+        if isinstance(op, Collective):
+            names.add(op.name)
+        elif isinstance(op, Gemm):
+            return names | {op.name}
+    return names
 
 
 def _group_size(op: Collective, layout: Layout) -> int:
     sizes = {
         "tensor": layout.tensor_parallel,
         "context": layout.context_parallel,
-        bytes_selective=within,
         "expert": layout.expert_parallel,
         "expert_tensor": layout.expert_tensor_parallel,
     }
@@ -190,7 +215,7 @@ def _both_ways(op: Collective, job: TrainingJob, layout: Layout) -> tuple[int, i
     ahead = op.forward if split or op.plain_forward is None else op.plain_forward
     back = op.backward if split or op.plain_backward is None else op.plain_backward
     payload = op.payload
-    if job.precision is Precision.FP32 and op.name != "loss_reduce":
+    if job.precision is Precision.FP32 and op.name not in _WIDE_PAYLOADS:
         payload *= 2  # ops state 16-bit activations
     if op.forward == "ring":
         steps = layout.context_parallel - 1
@@ -230,10 +255,28 @@ def _state_bytes(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) 
         total["dp"] += weights.dense * per_weight.working * gathers
         if layout.zero_stage == ZERO_3:
             total["dp"] += weights.gathered_twice * per_weight.working * gathers
+    total["dp"] += _expert_state_bytes(weights.experts, per_weight, layout)
     cut = layout.zero_group if sharded else 1
     if layout.tensor_parallel > 1:
         total["tp"] += weights.tensor_copies // cut * per_weight.gradient
     total["pp"] += weights.tied // cut * per_weight.gradient
+    return total
+
+
+def _expert_state_bytes(weights: int, per_weight: BytesPerWeight, layout: Layout) -> int:
+    """Count the same of a rank's experts, over the ranks that hold the same ones."""
+    shards = layout.expert_parallel * layout.expert_tensor_parallel
+    dense_ways = layout.data_parallel * layout.context_parallel
+    ways = dense_ways * layout.tensor_parallel // shards
+    group = max(layout.zero_group * layout.tensor_parallel // shards, 1)
+    sharded = layout.zero_stage > 0 and group > 1
+    per_pass = layout.num_micro_batches if sharded and layout.zero_stage >= ZERO_2 else 1
+    total = weights * per_weight.gradient * per_pass if ways > 1 else 0
+    if sharded:
+        if ways > group:
+            total += weights // group * per_weight.gradient
+        gathers = 2 * layout.num_micro_batches if layout.zero_stage == ZERO_3 else 1
+        total += weights * per_weight.working * gathers
     return total
 
 
@@ -244,7 +287,8 @@ def _rank_weights(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int)
     single heads always (other heads), so their gradients are summed.
     """
     tp = layout.tensor_parallel
-    dense = copies = tied = twice = 0
+    dense = copies = tied = twice = experts = 0
+    expert_shards = layout.expert_parallel * layout.expert_tensor_parallel
     of_heads = 2 * model.head_dim if model.qk_norm == "per-head" else 0
     for stage in layout.stages_of_rank(rank):
         for kind in _layers_of_stage(model, layout, stage):
@@ -253,7 +297,11 @@ def _rank_weights(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int)
             shared = weights.replicated_vectors + weights.latent_matrices + weights.router
             key_value = weights.key_value_matrices // min(tp, model.num_kv_heads)
             dense += (cut + weights.sharded_vectors) // tp + key_value + shared
-            copies += shared if layout.sequence_parallel else of_heads
+            experts += weights.expert_parameters // expert_shards
+            routes = (
+                model.hidden_size * model.moe.num_experts if model.moe and weights.router else 0
+            )
+            copies += shared if layout.sequence_parallel else of_heads + routes
     rows = padded_rows(model, job.target, tp) // tp
     stages = layout.stages_of_rank(rank)
     first, last = 0 in stages, layout.num_stages - 1 in stages
@@ -271,4 +319,6 @@ def _rank_weights(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int)
         tied = table
     elif model.tied_embeddings and first:
         twice = table + (positions if tp == 1 else 0)  # cut tables have buckets of their own
-    return _Weights(dense=dense, tensor_copies=copies, tied=tied, gathered_twice=twice)
+    return _Weights(
+        dense=dense, tensor_copies=copies, tied=tied, gathered_twice=twice, experts=experts
+    )

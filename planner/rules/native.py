@@ -61,7 +61,7 @@ EXPERT_STATES_DIVIDE = Rule(
 )
 
 # The passes cut key-value heads over the tensor axis and never copy them.
-RULES: tuple[Rule, ...] = (*COMMON, KV_HEADS_DIVIDE)
+RULES: tuple[Rule, ...] = (*COMMON, KV_HEADS_DIVIDE, EXPERT_TOKENS_DIVIDE, EXPERT_STATES_DIVIDE)
 
 # One line per feature; a feature that is missing here is planned but not yet executed. Names:
 # schedules as on the command line, "cp:" and a type, "cp-unfused" (a ring or a gather without flash
