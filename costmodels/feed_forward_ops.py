@@ -95,6 +95,7 @@ def expert_ops(
             backward_kernels=30,
             host_waits=True,
         ),
+        *_balance(shard, moe),
         *_counts(shard, moe),
         _permutation("permute", copies * hidden),
         _all_to_all(job, moe, "dispatch", HALF * copies * hidden, experts),
@@ -120,6 +121,25 @@ def shared_gate_ops(model: ModelSpec, shard: Shard) -> tuple[Op, ...]:
             forward=2 * HALF * tokens * model.hidden_size,
             backward=4 * HALF * tokens * model.hidden_size,
         ),
+    )
+
+
+def _balance(shard: Shard, moe: MixtureOfExperts) -> tuple[Op, ...]:
+    """Tell the ranks that share sequences what their tokens chose: fp32 per sequence and expert."""
+    if not moe.balance_loss:
+        return ()
+    payload = _FULL * shard.micro_batch_size * moe.num_experts
+    return tuple(
+        Collective(
+            name="balance_counts",
+            module="moe",
+            axis=axis,
+            group=group,
+            forward="all_reduce",
+            backward="",
+            payload=payload,
+        )
+        for axis, group in (("tp", "tensor"), ("cp", "context"))
     )
 
 

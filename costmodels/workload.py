@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from costmodels.attention_ops import attention_ops
-from costmodels.feed_forward_ops import dense_ops, expert_ops
+from costmodels.feed_forward_ops import dense_ops, expert_ops, shared_gate_ops
 from costmodels.job import TrainingJob
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size
@@ -178,6 +178,8 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
             *dense_ops(model, job, shard, width),
             _leave(shard, "ffn_leave", hidden, "ffn_out"),
         ]
+    if moe is not None and moe.shared_gate:
+        ops += shared_gate_ops(model, shard)
     rest = norms[1:] if model.parallel_block else norms[2:]
     ops += [*rest, _residual("ffn_residual", elements)]
     return Block(name="layer", ops=tuple(_with_adapters(job, ops)))
