@@ -157,7 +157,9 @@ def _bound_of(
     one_layer = chunks[:, 0] * states.min(axis=1) + held * lightest[:, 0]
     kept_by_head = np.maximum(waiting, 1) * costs.head_kept[rows]
     alone = ends + kept_by_head + costs.head_moment[rows] + one_layer
-    bound: Column = np.maximum(mean, alone)
+    # Each rank alone, with the smallest stages that the caller considers.
+    smallest = chunks * (few * states.min(axis=1))[:, None] + chunks * fewest * lightest
+    bound: Column = np.maximum.reduce([mean, alone, (besides + smallest).max(axis=1)])
     return bound
 
 

@@ -6,11 +6,11 @@
     several stages per rank  the even split, short stages at the two ends where embedding and head
                              add their own work
 
-Under full recomputation each stage recomputes the fewest layers that fit, or all: memory falls with
-their number, and time rises but for what a longer backward hides of the gradients' reduction.
+Under full recomputation each stage recomputes the fewest layers that fit: memory falls with their
+number and time rises.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
@@ -95,11 +95,11 @@ def best_split(
         return _solved(costs, layout, limits, cutoff, stated)
     split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
     given = replace(layout, layers_per_stage=split)
-    best, seconds = _fastest(costs, given, limits, stated)
+    best, seconds = _lightest(costs, given, limits, stated)
     return Outcome(layout=best, seconds=seconds, bound=seconds, num_exact=1)
 
 
-def _fastest(
+def _lightest(
     costs: Costs,
     layout: Layout,
     limits: Limits,
@@ -108,7 +108,7 @@ def _fastest(
     least: int = 1,
     is_worth: Callable[[Layout], bool] = lambda _: True,
 ) -> tuple[Layout | None, float]:
-    """Return the fastest number of recomputed layers for one split, None where none fits.
+    """Return one split with the fewest recomputed layers that fit, None where none do.
 
     Args:
         costs: The models.
@@ -119,36 +119,26 @@ def _fastest(
         is_worth: Whether a layout may be of interest; asked before memory is.
 
     """
-    best, seconds = None, inf
-    for layers in _recomputed(costs, layout, limits, stated, least):
-        candidate = replace(layout, recompute_layers=layers)
-        if is_worth(candidate) and limits.hold(costs.memory(candidate)):
-            exact = costs.seconds(candidate)
-            if exact < seconds:
-                best, seconds = candidate, exact
-    return best, seconds
+    layers = _recomputed(costs, layout, limits, stated, least)
+    candidate = replace(layout, recompute_layers=layers)
+    if is_worth(candidate) and limits.hold(costs.memory(candidate)):
+        return candidate, costs.seconds(candidate)
+    return None, inf
 
 
 def _recomputed(
     costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit, least: int
-) -> Iterator[int]:
-    """Yield numbers of recomputed layers to judge: the fewest that fit, then 0 for all."""
+) -> int:
+    """Return the fewest recomputed layers per stage that fit the device; 0 for all."""
     if layout.recompute is not Recompute.FULL:
-        yield 0
-        return
+        return 0
     if stated.recompute_layers is not None:
-        yield stated.recompute_layers
-        return
+        return stated.recompute_layers
 
     def reserved(layers: int) -> float:
         return costs.memory(replace(layout, recompute_layers=layers)).parts.reserved
 
-    fewest = _fewest(reserved, limits.device, least, max(layout.layers_per_stage) - 1)
-    if fewest is not None:
-        yield fewest
-    # One rank alone is never faster for recomputing more; in a pipeline it may hide more.
-    if fewest is None or layout.pipeline_parallel > 1:
-        yield 0
+    return _fewest(reserved, limits.device, least, max(layout.layers_per_stage) - 1) or 0
 
 
 def _fewest(reserved: Callable[[int], float], limit: float, least: int, most: int) -> int | None:
@@ -199,7 +189,7 @@ def _solved(
         known.append(answer.layers_per_stage)
         given = replace(layout, layers_per_stage=answer.layers_per_stage)
         worth = min(cutoff, seconds)
-        candidate, exact = _fastest(
+        candidate, exact = _lightest(
             costs,
             given,
             limits,

@@ -213,17 +213,14 @@ def answers(problem: Problem) -> dict[tuple[object, ...], Judgement]:
 
 
 def _fitting(problem: Problem, plain: Layout) -> Iterator[Layout]:
-    """Every split that fits, with all layers recomputed and with the fewest that fit."""
+    """Every split that fits, with the fewest recomputed layers that do."""
     layers = problem.model.num_layers
     free = plain.stages_per_rank == 1 and plain.pipeline_parallel > 1
     for split in cuts(layers, plain.num_stages) if free else (plain.layers_per_stage,):
         whole = replace(plain, layers_per_stage=split)
-        if _fits(problem, whole):
-            yield whole
-        if plain.recompute is Recompute.FULL:
-            counts = range(1, max(split))
-            some = (replace(whole, recompute_layers=count) for count in counts)
-            yield from islice((layout for layout in some if _fits(problem, layout)), 1)
+        counts = [*range(1, max(split)), 0] if plain.recompute is Recompute.FULL else [0]
+        tried = (replace(whole, recompute_layers=count) for count in counts)
+        yield from islice((layout for layout in tried if _fits(problem, layout)), 1)
 
 
 def _fits(problem: Problem, layout: Layout) -> bool:
