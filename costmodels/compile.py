@@ -19,7 +19,6 @@ from costmodels.formulas.functions import Formula
 MODULES = ("compute", "collectives", "states", "activations", "step")
 
 _HEADER = '''"""Generated from costmodels.formulas.{module} by costmodels.compile. Do not edit."""
-# ruff: noqa
 # fmt: off
 
 from typing import Any, NamedTuple

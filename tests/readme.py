@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-BLOCK = re.compile(r"```console\n(.*?)```", re.S)
+BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
 
 def run(command, folder):

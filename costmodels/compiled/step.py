@@ -1,5 +1,4 @@
 """Generated from costmodels.formulas.step by costmodels.compile. Do not edit."""
-# ruff: noqa
 # fmt: off
 
 from typing import Any, NamedTuple
