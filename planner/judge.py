@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from costmodels.estimate import estimate_time
-from costmodels.memory import estimate_memory
-
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
+from costmodels.memory import estimate_memory
 from costmodels.model import ModelSpec
 from costmodels.terms import MemoryEstimate, TimeEstimate
 from costmodels.units import GIB

@@ -87,8 +87,8 @@ CONFIGS = {
 def test_logits_equal_those_of_transformers(name):
     family, facts = CONFIGS[name]
     config = getattr(transformers, f"{family}Config")(**facts)
-    config._attn_implementation = "eager"  # noqa: SLF001 (the reference without kernels)
-    config._experts_implementation = "eager"  # noqa: SLF001
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
     values = dict(theirs.named_parameters())
