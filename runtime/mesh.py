@@ -14,6 +14,7 @@ grid there are groups that follow from them:
 Only this module and `collectives` use process groups; torch's names for them end here.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # no public name in torch's own annotations
+from torch._C._distributed_c10d import PrefixStore, Store  # no public names when annotated
 from torch.distributed.rendezvous import rendezvous
 
 from costmodels.layout import AXES, Layout
@@ -305,6 +306,8 @@ def join(
     """
     if store is None:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps the store when it starts ranks again: the dead ranks' keys are still there.
+        store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set_timeout(timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -108,8 +108,18 @@ class ShardedOptimizer:
 
     """
 
-    def __init__(self, states: ShardedStates, settings: OptimizerSettings) -> None:
-        """Create the optimizer's states for the rank's pieces."""
+    def __init__(
+        self, states: ShardedStates, settings: OptimizerSettings, *, checks_norm: bool = False
+    ) -> None:
+        """Create the optimizer's states for the rank's pieces.
+
+        Args:
+            states: Weights and gradients.
+            settings: What an update is.
+            checks_norm: Refuse to update with a norm that is no number; waits for the device.
+
+        """
+        self._checks_norm = checks_norm
         self._states = states
         self._settings = settings
         decayed = [s.master for s in self.segments() if len(s.shard.global_shape) > 1]
@@ -130,11 +140,11 @@ class ShardedOptimizer:
             The gradient's global norm before clipping.
 
         Raises:
-            NotFiniteError: The norm is no number; nothing is updated, on any rank.
+            NotFiniteError: The norm is no number, and is checked; no rank updates anything.
 
         """
         norm = self._states.gradient_norm()
-        if not torch.isfinite(norm):  # waits for the device: weights must not be touched
+        if self._checks_norm and not torch.isfinite(norm):
             raise NotFiniteError(f"the gradient's norm is {norm.item()} in step {step}")
         limit = self._settings.max_norm
         if limit is not None:

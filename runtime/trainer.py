@@ -53,7 +53,7 @@ class Trainer:
         values = normal_initialiser(options.seed, plan.model.num_layers, world.device)
         self._states = ShardedStates(program, self._mesh, formats, initialise=values)
         self.executor = Executor(program, self._mesh, self._states)
-        self.optimizer = ShardedOptimizer(self._states, self._settings)
+        self.optimizer = ShardedOptimizer(self._states, self._settings, checks_norm=True)
         self._run_state = RunState(
             plan,
             options,

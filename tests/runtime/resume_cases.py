@@ -1,6 +1,7 @@
 """Runs that are saved under one plan and resumed under another, for the checkpoints' tests."""
 
 import random
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -83,16 +84,18 @@ def resume_latest(name, layout, folder, more, **options):
     return on_ranks(name, layout, folder, work, **options)[0]
 
 
-def random_pairs(name, count, seed):
-    """Return pairs of different plans of a model, on 1 to 8 ranks, from the search's space."""
+@cache
+def _plans(name, num_ranks):
+    return layouts(name, num_ranks)
+
+
+def random_pair(name, seed):
+    """Return two different plans of a model, each on 1 to 8 ranks, from the search's space."""
     draw = random.Random(seed)  # noqa: S311  (the same pairs every time)
-    spaces = {ranks: layouts(name, ranks) for ranks in (1, 2, 4, 8)}
-    pairs = []
-    while len(pairs) < count:
-        saver, loader = (draw.choice(spaces[draw.choice(list(spaces))]) for _ in range(2))
+    while True:
+        saver, loader = (draw.choice(_plans(name, draw.choice((1, 2, 4, 8)))) for _ in range(2))
         if saver != loader:
-            pairs.append((saver, loader))
-    return pairs
+            return saver, loader
 
 
 def stored_tensors(folder: Path, num_steps: int):
@@ -105,11 +108,3 @@ def stored_tensors(folder: Path, num_steps: int):
     }
     load(whole, storage_reader=FileSystemReader(folder), no_dist=True)
     return whole
-
-
-def by_world_size(cases):
-    """Group (layout, anything) by the number of ranks, so that one launch serves many."""
-    grouped = {}
-    for case in cases:
-        grouped.setdefault(case[0].num_gpus, []).append(case)
-    return grouped
