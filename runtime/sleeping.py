@@ -1,0 +1,314 @@
+"""Sleeping: a program whose computation is replaced by sleeps of the predicted length.
+
+More ranks than cores share the cores, so times of real computation say little about a layout. Here
+each unit sleeps for the seconds that the cost model gives its local work, while all else stays
+real: executor and autograd, every collective and message with its true size, and what is done to
+gradients (zeros, but as many). What such a run measures is what the model says of communication,
+overlap, pipelines and recomputation.
+
+    unit      embedding, layer or head: a nap among the collectives of its graph, in their order
+    update    the optimizer's passes over its states: a nap; norm and publishing are real
+
+A unit keeps the parameters and the boundaries of the one it replaces, so that states, ZeRO and
+recomputation see no difference.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import GraphModule, Node
+
+from costmodels.block_costs import (
+    AXIS_OF_CAUSE,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    CAUSES,
+    FORWARD,
+    SELECTIVE,
+    BlockCosts,
+)
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule
+from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
+from costmodels.layout_table import table_of
+from costmodels.model import ModelSpec
+from runtime import collectives
+from runtime.mesh import Mesh
+from runtime.program import Program, UnitSpec
+from runtime.zero import ShardedStates
+
+# Their backward is one action; the halves of a split one would need the unit's products.
+WHOLE_BACKWARD = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+# What a unit's activation passes through on its way from boundary to boundary.
+EXCHANGES = (
+    collectives.copy_to,
+    collectives.reduce_from,
+    collectives.all_gather,
+    collectives.reduce_scatter,
+)
+SUMS = (collectives.reduce_from, collectives.reduce_scatter)
+# Done for real, so nothing sleeps for it: fp32 gradients are added up per micro-batch (read twice,
+# written once, one of the two a constant), and read for their norm and cleared per step.
+ACCUMULATED_BYTES = 8
+CLEARED_BYTES = 8
+_IS_LOCAL = [cause not in AXIS_OF_CAUSE for cause in CAUSES]
+
+
+class Sleeper:
+    """Sleeps on one rank; what one sleep takes too long, the next makes up for."""
+
+    def __init__(self) -> None:
+        """Owe nothing."""
+        self._late = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, on average for `seconds`."""
+        wanted = seconds - self._late
+        start = time.perf_counter()
+        time.sleep(max(wanted, 0.0))
+        self._late = time.perf_counter() - start - wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rests:
+    """Seconds that one rank sleeps; what is done for real is not in them.
+
+    Attributes:
+        units: Forward and backward of every unit, per micro-batch, by stage.
+        update: Of the optimizer, per step.
+
+    """
+
+    units: dict[int, tuple[tuple[float, float], ...]]
+    update: float
+
+
+class Nap(nn.Module):
+    """Stands for a unit's local work: sleeps on the way forward and on the way back."""
+
+    def __init__(self, sleeper: Sleeper, forward: float, backward: float) -> None:
+        """Sleep `forward` and `backward` seconds."""
+        super().__init__()
+        self._sleeper = sleeper
+        self._seconds = forward, backward
+
+    def forward(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        """Return x; its gradient, and zeros for each parameter, come after the second sleep."""
+        apply = cast("Any", _Nap.apply)
+        slept: Tensor = apply(x, self._sleeper, *self._seconds, *parameters)
+        return slept
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        sleeper: Sleeper,
+        ahead: float,
+        back: float,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.rest = sleeper, back, [(p.shape, p.dtype, p.device) for p in parameters]
+        ctx.save_for_backward(x)  # as products do, so that recomputation has something to do
+        sleeper.sleep(ahead)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        sleeper, back, parameters = ctx.rest
+        assert len(ctx.saved_tensors) == 1  # asking for them runs the unit again if it must
+        sleeper.sleep(back)
+        zeros = (
+            torch.zeros((), dtype=dtype, device=device).expand(shape)
+            for shape, dtype, device in parameters
+        )
+        return gradient, None, None, None, *zeros
+
+
+class SleepingUpdate:
+    """The optimizer's step without its arithmetic."""
+
+    def __init__(self, states: ShardedStates, seconds: float) -> None:
+        """Take `seconds` beside what the states do for real."""
+        self._states = states
+        self._seconds = seconds
+        self._sleeper = Sleeper()
+
+    def step(self, step: int) -> Tensor:  # noqa: ARG002  (as ShardedOptimizer's)
+        """Measure the gradients, sleep, publish the weights; return the norm."""
+        norm = self._states.gradient_norm()
+        self._sleeper.sleep(self._seconds)
+        self._states.clear_gradients()
+        self._states.publish()
+        return norm
+
+
+def rests_of(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout, pipeline_rank: int
+) -> Rests:
+    """Return what the cost model says of one pipeline rank's local work.
+
+    Raises:
+        ValueError: The layout has axes or a schedule that cannot sleep.
+
+    """
+    refuse_unsupported(layout)
+    costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
+    priced = dict(costs.priced.layers)
+    embedding = _rest_of(layout, costs, costs.embedding, costs.priced.embedding)
+    head = _rest_of(layout, costs, costs.head, costs.priced.head)
+    by_kind = {kind: _rest_of(layout, costs, times, priced[kind]) for kind, times in costs.layers}
+    units: dict[int, tuple[_BlockRest, ...]] = {}
+    for stage in layout.stages_of_rank(pipeline_rank):
+        start = sum(layout.layers_per_stage[:stage])
+        layers = model.layer_kinds[start : start + layout.layers_per_stage[stage]]
+        units[stage] = (
+            *((embedding,) if stage == 0 else ()),
+            *(by_kind[kind] for kind in layers),
+            *((head,) if stage == layout.num_stages - 1 else ()),
+        )
+    return Rests(
+        units={
+            stage: tuple((rest.forward, rest.backward) for rest in rests)
+            for stage, rests in units.items()
+        },
+        update=sum(rest.update for rests in units.values() for rest in rests),
+    )
+
+
+def refuse_unsupported(layout: Layout) -> None:
+    """Refuse what a nap cannot stand for.
+
+    Raises:
+        ValueError: Names the axis or the schedule, and what is possible.
+
+    """
+    for axis in ("context_parallel", "expert_parallel", "expert_tensor_parallel"):
+        if getattr(layout, axis) > 1:
+            raise ValueError(
+                f"{axis} = {getattr(layout, axis)}: only data, tensor and pipeline axes can sleep"
+            )
+    if layout.schedule not in WHOLE_BACKWARD:
+        raise ValueError(
+            f"schedule {layout.schedule} splits backward, which cannot sleep; possible are "
+            + ", ".join(WHOLE_BACKWARD)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockRest:
+    """Seconds of one block: per micro-batch, and the optimizer's per step."""
+
+    forward: float
+    backward: float
+    update: float
+
+
+def _rest_of(
+    layout: Layout, costs: LayoutCosts, times: BlockTimes, priced: BlockCosts
+) -> _BlockRest:
+    local = priced.exposed[:, _IS_LOCAL, 0].sum(axis=1)
+    backward = local[BACKWARD_INPUT] + local[BACKWARD_WEIGHT]
+    if layout.recompute is Recompute.SELECTIVE:
+        backward += local[SELECTIVE]
+    weights = float(times.weights.dense[0] + times.weights.experts[0])
+    per_byte = 1 / (costs.rates.memory_bandwidth * costs.rates.memory_efficiency)
+    _, _, update = rank_state_seconds(costs.states, times.weights)
+    return _BlockRest(
+        forward=float(local[FORWARD]),
+        backward=max(float(backward) - weights * ACCUMULATED_BYTES * per_byte, 0.0),
+        update=max(float(update[0]) - weights * CLEARED_BYTES * per_byte, 0.0),
+    )
+
+
+def put_to_sleep(program: Program, rests: Rests) -> None:
+    """Put naps in place of a program's computation, before states take its parameters over.
+
+    Args:
+        program: Fresh from `lower`; its stages are changed.
+        rests: Of this rank.
+
+    """
+    sleeper = Sleeper()
+    for stage in program.stages:
+        units, specs = [], []
+        for unit, spec, seconds in zip(
+            stage.units, stage.specs, rests.units[stage.index], strict=True
+        ):
+            assert isinstance(unit, GraphModule)
+            unit.add_module("nap", Nap(sleeper, *seconds))
+            asleep = _asleep(unit, spec, stage.boundary.hidden_size)
+            inputs = tuple(str(n.target) for n in asleep.graph.nodes if n.op == "placeholder")
+            units.append(asleep)
+            specs.append(UnitSpec(name=spec.name, inputs=inputs, recompute=spec.recompute))
+        stage.units, stage.specs = nn.ModuleList(units), tuple(specs)
+        stage.shared, stage.shared_inputs, stage.shared_outputs = _nothing(), (), ()
+
+
+def _nothing() -> GraphModule:
+    graph = fx.Graph()
+    graph.output(())
+    return GraphModule(nn.Module(), graph)
+
+
+def _asleep(unit: GraphModule, spec: UnitSpec, hidden_size: int) -> GraphModule:
+    """Return a unit's graph with a nap for all that is not a collective."""
+    graph = fx.Graph()
+    mesh = graph.placeholder("mesh")
+    weights = [
+        graph.get_attr(str(node.target)) for node in unit.graph.nodes if _is_parameter(unit, node)
+    ]
+    if spec.name == "embedding":
+        ids = graph.placeholder("input_ids")
+        activation = graph.call_function(blank_activation, (ids, weights[0], hidden_size))
+    else:
+        activation = graph.placeholder("hidden")
+    moves = [n for n in unit.graph.nodes if n.op == "call_function" and n.target in EXCHANGES]
+    # The nap stands where the unit's last product does, before partial sums meet: recomputation
+    # ends there, for what follows has nothing to save.
+    sums = moves[-1:] if moves and moves[-1].target in SUMS else []
+    for move in moves[: len(moves) - len(sums)]:
+        activation = _moved(graph, move, activation, mesh)
+    activation = graph.call_module("nap", (activation, *weights))
+    for move in sums:
+        activation = _moved(graph, move, activation, mesh)
+    if spec.name == "head":
+        activation = graph.call_function(blank_loss, (activation, mesh))
+    graph.output(activation)
+    return GraphModule(unit, graph)
+
+
+def _moved(graph: fx.Graph, move: Node, activation: Node, mesh: Node) -> Node:
+    _, _, *where = move.args  # (x, mesh, axis, dim)
+    assert callable(move.target)
+    return graph.call_function(move.target, (activation, mesh, *where))
+
+
+def _is_parameter(unit: GraphModule, node: Node) -> bool:
+    if node.op != "get_attr":
+        return False
+    parent, _, name = str(node.target).rpartition(".")
+    return isinstance(getattr(unit.get_submodule(parent), name, None), nn.Parameter)
+
+
+def blank_activation(ids: Tensor, weight: Tensor, hidden_size: int) -> Tensor:
+    """Return zeros [b, s, H] where the embedding would have looked tokens up."""
+    return weight.new_zeros((*ids.shape, hidden_size))
+
+
+def blank_loss(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return a loss of zero that depends on x, after the exchanges of the sharded cross entropy.
+
+    Each token's maximum, then its sum of exponentials and its label's logit.
+    """
+    group = mesh.group("tp")
+    if group.size > 1:
+        scores = torch.zeros((3, x.shape[0] * x.shape[1]), device=x.device)
+        collectives.all_reduce(scores[0], group, "max")
+        collectives.all_reduce(scores[1:], group)
+    return x[0, 0, 0].float() * 0
