@@ -27,6 +27,7 @@ _SPLITS = (_aten.split.Tensor, _aten.chunk.default, _aten.split_with_sizes.defau
 # Width of what linear layers make: [batch, length, features]. A norm over such a value mixes all
 # features; a norm over [batch, length, heads, width] works on each head alone.
 _FEATURE_RANK = 3
+_HEADS_RANK, HEADS_DIM = 4, 1  # [batch, heads, length, width]
 
 
 class Part(StrEnum):
@@ -104,11 +105,24 @@ def _sources(start: object) -> tuple[Node, ...]:
         seen.add(node)
         if node.target is _aten.linear.default:
             found[node] = None
+        elif repeats_for_heads(node):
+            continue  # one key for all heads: every rank needs all of it
         elif node.target is _aten.embedding.default or _mixes_features(node):
             return ()
         else:
             waiting.extend(node.all_input_nodes)
     return tuple(sorted(found))
+
+
+def repeats_for_heads(node: Node) -> bool:
+    """Tell whether a node copies a value of one head for all: [b, 1, s, d] to [b, heads, s, d]."""
+    if node.target is not _aten.expand.default:
+        return False
+    source, value = node.args[0], node.meta["val"]
+    assert isinstance(source, Node)
+    single = source.meta["val"].shape
+    is_heads = value.dim() == len(single) == _HEADS_RANK
+    return is_heads and single[HEADS_DIM] == 1 and value.shape[HEADS_DIM] != 1
 
 
 def _mixes_features(node: Node) -> bool:

@@ -123,6 +123,5 @@ def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The result lies in halves (all first coordinates, then all second ones): queries and keys alike,
     so that their products do not see it.
     """
-    pairs = torch.unflatten(x, -1, (-1, 2))
-    halves = torch.cat(pairs.unbind(-1), dim=-1)
+    halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return rotate(halves, cos, sin)

@@ -17,6 +17,7 @@ from runtime.passes.placements import (
     reshaped_dim,
 )
 from runtime.passes.sharder import Sharder
+from runtime.roles import HEADS_DIM, repeats_for_heads
 
 _aten = torch.ops.aten
 
@@ -61,15 +62,28 @@ def _localise_size(sharder: Sharder, node: Node, dim: int) -> None:
 
 
 def expand(sharder: Sharder, node: Node) -> Placement:
-    """Repeat along new or single dims, which are never cut."""
+    """Repeat along new or single dims, which are never cut; for all heads, for a rank's own."""
     x = node.args[0]
     assert isinstance(x, Node)
+    if repeats_for_heads(node) and _joins_cut_heads(sharder, node):
+        node.replace_input_with(x, sharder.to_replicated(x, node, uses_differ=True))
+        _localise_size(sharder, node, HEADS_DIM)
+        return Sharded(HEADS_DIM)
     at = sharder.placement(x)
     if not isinstance(at, Sharded):
         return whole(sharder, node)
     dim = at.dim + node.meta["val"].dim() - x.meta["val"].dim()
     _localise_size(sharder, node, dim)
     return Sharded(dim, at.num_segments)
+
+
+def _joins_cut_heads(sharder: Sharder, node: Node) -> bool:
+    """Tell whether copies for all heads meet values of which each rank has its own heads."""
+    return any(
+        user.target is _aten.cat.default
+        and any(sharder.placement(other) == Sharded(HEADS_DIM) for other in user.all_input_nodes)
+        for user in node.users
+    )
 
 
 def transpose(sharder: Sharder, node: Node) -> Placement:
