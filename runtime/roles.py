@@ -122,7 +122,7 @@ def repeats_for_heads(node: Node) -> bool:
     assert isinstance(source, Node)
     single = source.meta["val"].shape
     is_heads = value.dim() == len(single) == _HEADS_RANK
-    return is_heads and single[HEADS_DIM] == 1 and value.shape[HEADS_DIM] != 1
+    return bool(is_heads and single[HEADS_DIM] == 1 and value.shape[HEADS_DIM] != 1)
 
 
 def _mixes_features(node: Node) -> bool:
