@@ -17,7 +17,8 @@ from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph, program_of
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.sleeping import Rests, Sleeper, SleepingUpdate, put_to_sleep, rests_of
+from runtime.rests import Rests, rests_of
+from runtime.sleeping import Sleeper, SleepingUpdate, put_to_sleep
 from runtime.trackers import Tracker
 from runtime.zero import ShardedStates
 
