@@ -12,6 +12,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -66,16 +67,27 @@ def run_ranks(
         RankFailedError: With the traceback of the first rank that failed.
 
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     limit = timedelta(seconds=timeout)
     children = [
-        _fork(partial(_join_and_work, work, rank, num_ranks, store.port, limit, device_type), rank)
+        _fork(partial(_join_and_work, work, rank, num_ranks, port, limit, device_type), rank)
         for rank in range(num_ranks)
     ]
+    # The store's thread looks up names under a lock of the C library, and a rank forked meanwhile
+    # would find it locked for ever: so the store comes last. Ranks that came before wait in line.
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     try:
         _collect(children, time.monotonic() + timeout)
     finally:
         statuses = _reap(children)
+        del store  # ends its thread before the next fork
     answers = [_decode(child) for child in children]
     failed = [a for a in answers if a is not None and "error" in a]
     silent = [c.rank for c, a in zip(children, answers, strict=True) if a is None]
