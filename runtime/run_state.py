@@ -12,6 +12,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from planner.codec import encode
 from planner.plan import Plan
 from runtime.checkpoint_folders import step_name
 from runtime.checkpoints import Checkpoints, RunRecord, Samples
@@ -165,5 +166,5 @@ def differences(then: RunRecord, now: RunRecord) -> list[str]:
         f"{getattr(new, field.name)} now"
         for old, new in pairs
         for field in fields(old)
-        if getattr(old, field.name) != getattr(new, field.name)
+        if encode(getattr(old, field.name)) != encode(getattr(new, field.name))
     ]

@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -135,7 +136,8 @@ class _Whole:
         values = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         reader = ManifestReader(self._checkpoint, self._manifest)
         try:
-            load({self._key: values}, storage_reader=reader, no_dist=True)
+            with warnings.catch_warnings(action="ignore"):  # that no other process takes part
+                load({self._key: values}, storage_reader=reader, no_dist=True)
         except FAULTS as error:
             raise ValueError(f"cannot read {self._key}: {reason_of(error)}") from error
         return values
