@@ -163,7 +163,7 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     moe = model.moe if kind.has_experts else None
     ops: list[Op] = [
         norms[0],
-        _enter(shard, "attention_enter", hidden, "attention_qkv"),
+        _enter(shard, "attention_enter", *_attention_input(model)),
         *attention_ops(model, job, kind, shard),
         _leave(shard, "attention_leave", hidden, "attention_output"),
         _residual("attention_residual", elements),
@@ -183,6 +183,19 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     rest = norms[1:] if model.parallel_block else norms[2:]
     ops += [*rest, _residual("ffn_residual", elements)]
     return Block(name="layer", ops=tuple(_with_adapters(job, ops)))
+
+
+def _attention_input(model: ModelSpec) -> tuple[int, str]:
+    """Return the width of what attention's cut products read, and one of them.
+
+    With latent attention these read compressed forms and the rotary key, which every rank makes of
+    its own tokens; queries that are not compressed read the hidden state.
+    """
+    latent = model.latent_attention
+    if latent is None:
+        return model.hidden_size, "attention_qkv"
+    query = latent.q_lora_rank or model.hidden_size
+    return query + latent.kv_lora_rank + latent.qk_rope_head_dim, "latent_key_value_up"
 
 
 def _with_adapters(job: TrainingJob, ops: list[Op]) -> list[Op]:

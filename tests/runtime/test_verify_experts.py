@@ -5,7 +5,7 @@ import pytest
 
 from costmodels.counts import count_rank
 from costmodels.layout import Layout, Recompute
-from costmodels.model import MixtureOfExperts
+from costmodels.model import LatentAttention, MixtureOfExperts
 from runtime import dry_run as dry
 from runtime.lower import lower_graph
 from runtime.verify import bytes_by_axis
@@ -25,6 +25,15 @@ MODELS = {
     ),
     "dense-first": small.llama(
         architecture="deepseek_v3", moe=experts(shared_ffn_hidden_size=40, num_dense_layers=1)
+    ),
+    "latent": small.llama(
+        architecture="deepseek_v3",
+        num_kv_heads=8,
+        head_dim=6,
+        latent_attention=LatentAttention(
+            q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6
+        ),
+        moe=experts(shared_ffn_hidden_size=40, balance_loss=0.01),
     ),
 }
 
