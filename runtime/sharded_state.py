@@ -45,32 +45,45 @@ TRAINED_BUFFERS = ("e_score_correction_bias",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """The blocks of one tensor that this rank has; speaks torch's protocol for sharded tensors."""
+    """The blocks of one tensor that this rank has; speaks torch's protocol for sharded tensors.
+
+    Attributes:
+        shape: Of the whole tensor.
+        boxes: All blocks, in any order. Two may be of the same place: a rank that holds the first
+            and the last stage has a tied embedding twice.
+        written: Those that are this rank's to write.
+
+    """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    writes: bool
+    written: tuple[Box, ...]
 
     def size(self) -> torch.Size:
         """Return the shape of the whole tensor."""
         return torch.Size(self.shape)
 
-    def at(self, index: MetadataIndex) -> Tensor:
+    def to_write(self, index: MetadataIndex) -> Tensor:
         """Return the values of the block that begins at an offset."""
         assert index.offset is not None
-        return {box.offsets: box.values for box in self.boxes}[tuple(index.offset)]
+        return {box.offsets: box.values for box in self.written}[tuple(index.offset)]
+
+    def to_fill(self, index: MetadataIndex) -> Tensor:
+        """Return the values of the block at a place in `boxes`."""
+        assert index.index is not None
+        return self.boxes[index.index].values
 
     def copied(self) -> "Blocks":
-        """Return the same blocks with values of their own, on the host."""
-        copies = (
+        """Return what is written with values of its own, on the host."""
+        copies = tuple(
             replace(box, values=torch.empty_like(box.values, device="cpu").copy_(box.values))
-            for box in self.boxes
+            for box in self.written
         )
-        return replace(self, boxes=tuple(copies))
+        return replace(self, boxes=copies, written=copies)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Return what to write (torch's protocol)."""
-        return [self._write_item(fqn, box) for box in self.boxes if self.writes]
+        return [self._write_item(fqn, box) for box in self.written]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return what to read (torch's protocol)."""
@@ -93,7 +106,7 @@ State = Mapping[str, Blocks]
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:  # noqa: ANN401  (torch's signature)
-        return self.state_dict[index.fqn].at(index)
+        return self.state_dict[index.fqn].to_write(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -109,7 +122,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn].at(index)
+        found: Tensor = self.state_dict[index.fqn].to_fill(index)
         return found
 
 
@@ -129,17 +142,18 @@ def state_of(
 
     """
     found: dict[str, list[Box]] = {}
+    written: dict[str, list[Box]] = {}
     shapes = {}
-    writers = {}
     for bucket in states.buckets:
         for segment in bucket.segments:
             for kind, piece in _pieces(segment, optimizer):
                 name = f"{kind}/{segment.shard.name}"
-                found.setdefault(name, []).extend(piece_boxes(mesh, segment, piece))
+                boxes = list(piece_boxes(mesh, segment, piece))
+                found.setdefault(name, []).extend(boxes)
+                written.setdefault(name, []).extend(boxes if bucket.sharing.is_owner else ())
                 shapes[name] = segment.shard.global_shape
-                writers[name] = bucket.sharing.is_owner
     blocks = {
-        name: Blocks(shape=shapes[name], boxes=tuple(held), writes=writers[name])
+        name: Blocks(shape=shapes[name], boxes=tuple(held), written=tuple(written[name]))
         for name, held in found.items()
     }
     return blocks | {f"{BUFFER}/{name}": _whole(values) for name, values in buffers.items()}
@@ -224,7 +238,7 @@ def _pieces(segment: Segment, optimizer: ShardedOptimizer) -> Iterable[tuple[str
 def _whole(values: Tensor) -> Blocks:
     shape = tuple(values.shape)
     box = Box(offsets=(0,) * len(shape), sizes=shape, values=values)
-    return Blocks(shape=shape, boxes=(box,), writes=True)
+    return Blocks(shape=shape, boxes=(box,), written=(box,))
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
