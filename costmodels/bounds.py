@@ -106,7 +106,7 @@ def time_lower_bound(
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
     totals = block_totals(costs, counts)
     sums = pipeline_sums(costs, counts, totals, table, limits)
-    pipeline = pipeline_lower_bound(costs, sums, table, limits)
+    pipeline = pipeline_lower_bound(costs, counts, sums, table, limits)
     rest = _rest(job, costs, counts, totals, table)
     overhead = cluster.profile.calibration["step_overhead"]
     bound: Values = (pipeline + rest + overhead) * (1 + stragglers(cluster)) * _ROUNDING
@@ -157,7 +157,7 @@ def open_lower_bound(
         closed, schedule=np.full(len(table), _ANY_SCHEDULE) if schedule_is_open else table.schedule
     )
     sums = replace(sums, transfer=np.zeros(len(table)))
-    pipeline = pipeline_lower_bound(costs, sums, closed, limits)
+    pipeline = pipeline_lower_bound(costs, counts, sums, closed, limits)
     overhead = cluster.profile.calibration["step_overhead"]
     bound: Values = (pipeline + overhead) * (1 + stragglers(cluster)) * _ROUNDING
     return bound

@@ -34,12 +34,16 @@ class SplitLimits:
         layers: Layers of each stage, at least.
         recomputed: Layers that each stage recomputes under full recomputation, at least.
         fullest: Layers of the model's main kind that some rank holds, at least.
+        ahead: Such layers on the first stage of every rank but the last, together.
+        last: Such layers on the last rank; with `ahead`, 0 where the split is not known.
 
     """
 
     layers: Values
     recomputed: Values
     fullest: Values
+    ahead: Values
+    last: Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,13 @@ def block_totals(costs: LayoutCosts, counts: dict[LayerKind, int]) -> BlockTotal
 def no_limits(table: LayoutTable) -> SplitLimits:
     """Each stage has a layer, and under full recomputation recomputes one."""
     one = np.ones(len(table))
-    return SplitLimits(layers=one, recomputed=one, fullest=one)
+    return SplitLimits(
+        layers=one,
+        recomputed=one,
+        fullest=one,
+        ahead=0 * one,
+        last=0 * one,
+    )
 
 
 def pipeline_sums(
@@ -111,7 +121,8 @@ def pipeline_sums(
         slowest_rank=np.maximum.reduce(
             [
                 fullest * least + again * redone(fullest, v),
-                limits.fullest * _main_kind(costs, counts) + again * redone(limits.fullest, v),
+                limits.fullest * _main_kind(costs, counts).total
+                + again * redone(limits.fullest, v),
                 _levelled_work(costs, counts, table, limits.recomputed),
                 costs.head.total + ends * least + again * v * np.minimum(limits.recomputed, few),
             ]
@@ -125,19 +136,23 @@ def pipeline_sums(
 
 
 def pipeline_lower_bound(
-    costs: LayoutCosts, sums: PipelineSums, table: LayoutTable, limits: SplitLimits
+    costs: LayoutCosts,
+    counts: dict[LayerKind, int],
+    sums: PipelineSums,
+    table: LayoutTable,
+    limits: SplitLimits,
 ) -> Values:
     """Return the schedule's bound, or with several stages per rank that of the last rank."""
     p, v = table.pipeline_parallel, table.stages_per_rank
     general = makespan_lower_bound(table.schedule, p, v, table.num_micro_batches, sums)
-    least = np.minimum.reduce([times.total for _, times in costs.layers])
-    is_looped = ~np.isin(table.schedule, _V_SHAPED)
-    redone = v * np.minimum(limits.recomputed, limits.layers)
-    work = v * limits.layers * least + redone * _again(costs, table)
-    work = work + np.where(is_looped, costs.head.total, 0.0)
-    before = (p - 1) * (sums.smallest_forward + sums.transfer)
-    ends_with_backward = table.schedule == _INTERLEAVED
-    after = np.where(ends_with_backward, (p - 1) * (sums.smallest_backward + sums.transfer), 0.0)
+    main, again = _main_kind(costs, counts), _again(costs, table)
+    redone = again * np.minimum(limits.recomputed, limits.layers)
+    work = limits.last * main.total + v * redone
+    work = work + np.where(np.isin(table.schedule, _V_SHAPED), 0.0, costs.head.total)
+    hops = (p - 1) * sums.transfer
+    before = limits.ahead * main.forward + hops
+    backward = limits.ahead * (main.backward_input + main.backward_weight) + (p - 1) * redone
+    after = np.where(table.schedule == _INTERLEAVED, backward + hops, 0.0)
     last = before + table.num_micro_batches * work + after
     bound: Values = np.where(v > 1, np.maximum(general, last), general)
     return bound
@@ -150,12 +165,27 @@ def _again(costs: LayoutCosts, table: LayoutTable) -> Values:
     return again
 
 
-def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int]) -> Values:
-    """Return seconds of a layer of the main kind: with experts or without, what most layers are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MainKind:
+    """Seconds of a layer of the main kind, the cheapest window."""
+
+    forward: Values
+    backward_input: Values
+    backward_weight: Values
+    total: Values
+
+
+def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int]) -> _MainKind:
+    """Return the layer with experts, or without, whichever most layers are."""
     with_experts = sum(n for kind, n in counts.items() if kind.has_experts)
     main = with_experts > sum(counts.values()) - with_experts
-    alike = [times.total for kind, times in costs.layers if kind.has_experts == main]
-    return np.minimum.reduce(alike)
+    alike = [times for kind, times in costs.layers if kind.has_experts == main]
+    return _MainKind(
+        forward=np.minimum.reduce([times.forward for times in alike]),
+        backward_input=np.minimum.reduce([times.backward_input for times in alike]),
+        backward_weight=np.minimum.reduce([times.backward_weight for times in alike]),
+        total=np.minimum.reduce([times.total for times in alike]),
+    )
 
 
 def _levelled_work(
@@ -170,11 +200,11 @@ def _levelled_work(
     layers places to spare: i of them beside the head leave d - i beside the embedding. Known for
     one stage per rank; with several, nothing is said (0).
     """
-    layer, again = _main_kind(costs, counts), _again(costs, table)
+    layer, again = _main_kind(costs, counts).total, _again(costs, table)
     num_layers = max(
         sum(n for kind, n in counts.items() if kind.has_experts == has) for has in (True, False)
     )
-    p = table.pipeline_parallel
+    p = table.pipeline_parallel.astype(np.float64)
     most = np.ceil(num_layers / p)
     spare = most * p - num_layers
 
@@ -186,7 +216,8 @@ def _levelled_work(
     def beside(of_head: Values, of_embedding: Values) -> Values:
         head = seconds(most - of_head) + costs.head.total
         embedding = seconds(most - of_embedding) + costs.embedding.total
-        return np.maximum.reduce([seconds(most), head, embedding])
+        slowest: Values = np.maximum.reduce([seconds(most), head, embedding])
+        return slowest
 
     least = seconds(most + 1)
     for i in range(_FEW_SPARE + 1):
@@ -194,4 +225,5 @@ def _levelled_work(
         least = np.minimum(least, beside(given, spare - given))
     # With more places to spare than were tried, both ends may take all of them.
     least = np.where(spare > _FEW_SPARE, np.minimum(least, beside(spare, spare)), least)
-    return np.where((table.stages_per_rank == 1) & (p > 1), least, 0.0)
+    known: Values = np.where((table.stages_per_rank == 1) & (p > 1), least, 0.0)
+    return known

@@ -34,7 +34,7 @@ def least_recomputed_layers(
     table: LayoutTable,
     *,
     limit: float,
-    smallest_stage: Column | None = None,
+    even_chunks: bool = False,
 ) -> Column:
     """Return layers per stage that must be recomputed in full; inf where even all do not fit.
 
@@ -44,19 +44,20 @@ def least_recomputed_layers(
         cluster: The machine.
         table: Layouts; their own recomputation is not read.
         limit: Bytes that a rank may reserve.
-        smallest_stage: Layers that each stage of every partition has at least; None is one.
+        even_chunks: With several stages per rank, only the even split counts.
 
     """
-    few = np.ones(len(table)) if smallest_stage is None else smallest_stage
     nothing = with_recompute(table, Recompute.NONE)
     everything = with_recompute(table, Recompute.FULL)
-    missing = memory_lower_bound(model, job, cluster, nothing, few) - limit
+    missing = memory_lower_bound(model, job, cluster, nothing, even_chunks=even_chunks) - limit
     least = np.zeros(len(table))
     short = np.flatnonzero(missing > 0)
     if len(short):
         gain = _most_given_back(model, job, cluster, nothing.take(short))
         needed = np.ceil(missing[short] / np.maximum(gain, 1.0) - 1e-9)
-        redone = memory_lower_bound(model, job, cluster, everything.take(short), few[short])
+        redone = memory_lower_bound(
+            model, job, cluster, everything.take(short), even_chunks=even_chunks
+        )
         least[short] = np.where(redone <= limit, np.maximum(needed, 1.0), np.inf)
     return least
 

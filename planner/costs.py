@@ -57,10 +57,13 @@ class Costs(Protocol):
     def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
         """Return seconds that no split within the limits goes below."""
 
-    def memory_bound(self, table: LayoutTable, smallest_stage: Values) -> Values:
-        """Return bytes of the fullest rank that no split with stages of this size goes below."""
+    def memory_bound(self, table: LayoutTable) -> Values:
+        """Return bytes of the fullest rank that no considered split goes below.
 
-    def least_recomputed(self, table: LayoutTable, smallest_stage: Values, limit: float) -> Values:
+        With several stages per rank and no split stated, the even one alone is considered.
+        """
+
+    def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """Return layers per stage to recompute so that a rank may fit `limit` bytes; inf: never."""
 
     def fullest_stage(self, table: LayoutTable, recomputed: Values, limit: float) -> Values:
@@ -81,11 +84,17 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """The cost models of package `costmodels`, for one job on one cluster."""
+    """The cost models of package `costmodels`, for one job on one cluster.
+
+    Attributes:
+        even_chunks: False where the user states the split.
+
+    """
 
     model: ModelSpec
     job: TrainingJob
     cluster: Cluster
+    even_chunks: bool = True
 
     @property
     def capacity(self) -> float:
@@ -114,14 +123,16 @@ class ModelCosts:
         """See Costs."""
         return time_lower_bound(self.model, self.job, self.cluster, table, limits)
 
-    def memory_bound(self, table: LayoutTable, smallest_stage: Values) -> Values:
+    def memory_bound(self, table: LayoutTable) -> Values:
         """See Costs."""
-        return memory_lower_bound(self.model, self.job, self.cluster, table, smallest_stage)
+        return memory_lower_bound(
+            self.model, self.job, self.cluster, table, even_chunks=self.even_chunks
+        )
 
-    def least_recomputed(self, table: LayoutTable, smallest_stage: Values, limit: float) -> Values:
+    def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """See Costs."""
         return least_recomputed_layers(
-            self.model, self.job, self.cluster, table, limit=limit, smallest_stage=smallest_stage
+            self.model, self.job, self.cluster, table, limit=limit, even_chunks=self.even_chunks
         )
 
     def fullest_stage(self, table: LayoutTable, recomputed: Values, limit: float) -> Values:

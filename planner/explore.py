@@ -13,6 +13,7 @@ from costmodels.layout_table import LayoutTable
 from planner.constraints import Constraints
 from planner.costs import Costs
 from planner.frontier import Frontier
+from planner.row_bounds import RowBounds
 from planner.space import Space
 from planner.splits import Limits, StatedSplit, best_split
 
@@ -71,7 +72,13 @@ def explore(
     stated = StatedSplit(
         layers_per_stage=constraints.layers_per_stage, recompute_layers=constraints.recompute_layers
     )
-    frontier = Frontier(space=space, costs=costs, limit=limits.device)
+    bounds = RowBounds(
+        space=space,
+        costs=costs,
+        limit=limits.device,
+        even_chunks=constraints.layers_per_stage is None,
+    )
+    frontier = Frontier(space=space, bounds=bounds)
     frontier.start()
     best: dict[tuple[object, ...], Incumbent] = {}
     cutoff, open_bound, num_solved, num_exact = inf, inf, 0, 0

@@ -93,7 +93,12 @@ def nearest_miss(
 
     """
     space = space_of(model, job, cluster, constraints)
-    costs = ModelCosts(model=model, job=job, cluster=cluster)
+    costs = ModelCosts(
+        model=model,
+        job=job,
+        cluster=cluster,
+        even_chunks=constraints.layers_per_stage is None,
+    )
     layout = _closest(space, costs, constraints, share)
     if layout is None:
         return None
@@ -118,13 +123,12 @@ def _closest(space: Space, costs: Costs, constraints: Constraints, share: float)
     rows = unfold(space, root(space), "stages_per_rank")
     if not len(rows.table):
         return None
-    few = np.ones(len(rows.table))
-    ascending = np.argsort(costs.memory_bound(_lean(space, rows.table), few), kind="stable")
+    ascending = np.argsort(costs.memory_bound(_lean(space, rows.table)), kind="stable")
     block = replace(rows, table=rows.table.take(ascending[:JUDGED]))
     table = unfold(space, block, "rank_order").table
     if not len(table):
         return None
-    bound = costs.memory_bound(table, np.ones(len(table)))
+    bound = costs.memory_bound(table)
     best, least = None, inf
     for row in np.argsort(bound, kind="stable")[:JUDGED]:
         split = constraints.layers_per_stage
@@ -194,6 +198,11 @@ def first_fit(
 ) -> Layout | None:
     """Return some layout that fits, in the order of the bound; None where none does."""
     space = space_of(model, job, cluster, constraints)
-    costs = ModelCosts(model=model, job=job, cluster=cluster)
+    costs = ModelCosts(
+        model=model,
+        job=job,
+        cluster=cluster,
+        even_chunks=constraints.layers_per_stage is None,
+    )
     found = explore(space, costs, constraints, share, 1, stop_at_first=True)
     return found.incumbents[0].layout if found.incumbents else None

@@ -88,7 +88,12 @@ def search(
 
     """
     space = space_of(model, job, cluster, constraints)
-    costs = ModelCosts(model=model, job=job, cluster=cluster)
+    costs = ModelCosts(
+        model=model,
+        job=job,
+        cluster=cluster,
+        even_chunks=constraints.layers_per_stage is None,
+    )
     counted = census(space)
     found = explore(space, costs, constraints, share_allowed(constraints), top)
     if not found.incumbents and not only_fitting and constraints.max_memory_fraction is None:
@@ -105,7 +110,7 @@ def search(
         plans=tuple(judge(model, job, cluster, best.layout) for best in found.incumbents),
         num_layouts=counted.num_layouts,
         num_legal=counted.num_legal,
-        rejected=counted.rejected | dict(found.frontier.dropped),
+        rejected=counted.rejected | dict(found.frontier.bounds.dropped),
         bound_seconds=min(found.bound, found.incumbents[0].seconds) if found.incumbents else inf,
         num_bounded=found.frontier.num_bounded,
         num_solved=found.num_solved,

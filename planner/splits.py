@@ -66,15 +66,6 @@ class Outcome:
     num_exact: int
 
 
-def smallest_stage(num_layers: int, pipeline_parallel: int, stages_per_rank: int) -> int:
-    """Return layers that every stage of every considered split has at least."""
-    if pipeline_parallel == 1:
-        return num_layers
-    if stages_per_rank == 1:
-        return 1
-    return num_layers // (pipeline_parallel * stages_per_rank)
-
-
 def best_split(
     costs: Costs, layout: Layout, limits: Limits, cutoff: float, stated: StatedSplit
 ) -> Outcome:

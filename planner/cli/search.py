@@ -32,7 +32,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the verb's flags."""
     add_input_flags(parser, gpus="total GPUs; auto: the fewest that fit; 8..1024: a sweep")
     add_constraint_flags(parser)
-    parser.add_argument("--top", type=positive, default=5, metavar="K", help="layouts to list and to prove")
+    parser.add_argument(
+        "--top", type=positive, default=5, metavar="K", help="layouts to list and to prove"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the best plan")
 
 

@@ -1,0 +1,168 @@
+"""Bounds of the frontier's rows: what no completion, or no considered split, of a row goes below.
+
+open      degrees alone, then with the schedule; nothing gathered, recomputed or reduced
+tight     the same, with what must be recomputed and how unevenly layers must lie to fit under
+          the leanest states that the axes allow
+complete  every choice made: memory first, then time with the fewest layers that must be
+          recomputed and the fullest rank that memory leaves
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import inf
+
+import numpy as np
+
+from costmodels.layout import Recompute
+from costmodels.layout_table import RECOMPUTES, IntColumn, LayoutTable
+from costmodels.pipeline_bound import SplitLimits
+from planner.costs import Costs, Values
+from planner.rules.rule import CUTS_PARAMETERS
+from planner.space import Partial, Space, unfold, unfold_with_parents
+from planner.split_limits import split_limits
+
+FULL = RECOMPUTES.index(Recompute.FULL)
+RANGE = 4  # chosen: recomputed layers are bounded in ranges a quarter wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBounds:
+    """Bounds under a memory limit.
+
+    Attributes:
+        limit: Bytes that a rank may reserve.
+        even_chunks: False where the user states the split.
+        dropped: Complete rows that a memory bound excluded, by rule; it grows.
+
+    """
+
+    space: Space
+    costs: Costs
+    limit: float
+    even_chunks: bool = True
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def open_seconds(self, table: LayoutTable, *, schedule_is_open: bool) -> Values:
+        """Bound partial layouts, whatever memory says."""
+        if not len(table):
+            return np.zeros(0)
+        nothing = np.zeros(len(table))
+        limits = self._limits(table, nothing, nothing)
+        if schedule_is_open:
+            one = nothing + 1
+            limits = replace(limits, layers=one, fullest=nothing, ahead=nothing, last=nothing)
+        return self.costs.open_seconds(table, limits, schedule_is_open=schedule_is_open)
+
+    def tight_seconds(self, table: LayoutTable) -> Values:
+        """Bound partial layouts by what fits under the leanest states; inf where nothing does.
+
+        Nothing that fits is lost: of all states that the axes allow, the one that asks for the
+        least recomputation, and the one that lets the layers lie most evenly, are taken.
+        """
+        codes = set(self.space.axes.named("recompute").values[:, 0].tolist())
+        full, other, fullest = (np.full(len(table), inf) for _ in range(3))
+        most = np.full(len(table), float(self.space.model.num_layers) if FULL in codes else 0.0)
+        for lean in self._leanest_states(table):
+            full = np.minimum(full, self.costs.least_recomputed(lean, self.limit))
+            fullest = np.minimum(fullest, self.costs.fullest_stage(lean, most, self.limit))
+            for code in codes - {FULL}:
+                held = self.costs.memory_bound(replace(lean, recompute=_filled(table, code)))
+                other = np.minimum(other, np.where(held <= self.limit, 0.0, inf))
+        redone = np.minimum(np.maximum(full, 1.0) if FULL in codes else inf, other)
+        never = np.isinf(redone) | np.isinf(fullest)
+        limits = self._limits(table, np.where(never, 0, redone), np.where(never, 1, fullest))
+        seconds = self.costs.open_seconds(table, limits, schedule_is_open=False)
+        return np.where(never, inf, seconds)
+
+    def complete(self, block: Partial, cutoff: float) -> tuple[Partial, Values]:
+        """Unfold what is left, and return complete layouts that may fit with their bounds.
+
+        Memory does not depend on the rank order, so that axis unfolds after it is known.
+        """
+        below = unfold(self.space, block, "offload")
+        if len(below.table):
+            fits = np.flatnonzero(self.costs.memory_bound(below.table) <= self.limit)
+            self.dropped["device_memory"] += len(below.table) - len(fits)
+            below = replace(below, table=below.table.take(fits))
+        redone = self._redone(below.table)
+        orders, parents = unfold_with_parents(self.space, below, "rank_order")
+        table, redone = orders.table, redone[parents]
+        if not len(table):
+            return orders, np.zeros(0)
+        is_full = table.recompute == FULL
+        most = np.where(is_full, float(self.space.model.num_layers), 0.0)
+        fullest = self.costs.fullest_stage(table, most, self.limit)
+        seconds = self._seconds(table, redone, fullest)
+        splits = is_full & (table.pipeline_parallel > 1) & (table.stages_per_rank == 1)
+        rows = np.flatnonzero((seconds < cutoff) & splits)
+        if len(rows):
+            seconds[rows] = self._recomputing_seconds(table.take(rows), redone[rows])
+        return orders, seconds
+
+    def _redone(self, table: LayoutTable) -> Values:
+        """Return layers per stage that full recomputation redoes at least; inf: nothing fits."""
+        redone = np.ones(len(table))
+        full = np.flatnonzero(table.recompute == FULL)
+        if len(full):
+            needed = self.costs.least_recomputed(table.take(full), self.limit)
+            redone[full] = np.maximum(needed, 1.0)
+        return redone
+
+    def _recomputing_seconds(self, table: LayoutTable, least: Values) -> Values:
+        """Return the bound under full recomputation, over ranges of how many layers are redone.
+
+        Within a range the fewest give the time and the most give the room. More than lets the
+        layers lie evenly is never faster than that.
+        """
+        bound = np.full(len(table), inf)
+        even = np.ceil(self.space.model.num_layers / table.pipeline_parallel)
+        is_open = np.ones(len(table), dtype=np.bool_)
+        first = 1
+        while first <= self.space.model.num_layers:
+            last = first + first // RANGE
+            rows = np.flatnonzero(is_open & (least <= last))
+            if len(rows):
+                some, most = table.take(rows), np.full(len(rows), float(last))
+                fullest = self.costs.fullest_stage(some, most, self.limit)
+                below = self._seconds(some, np.maximum(least[rows], first), fullest)
+                bound[rows] = np.minimum(bound[rows], below)
+                is_open[rows] = fullest > even[rows]
+            first = last + 1
+        return bound
+
+    def _seconds(self, table: LayoutTable, redone: Values, fullest: Values) -> Values:
+        never = np.isinf(redone) | np.isinf(fullest)
+        limits = self._limits(table, np.where(never, 1, redone), np.where(never, 1, fullest))
+        return np.where(never, inf, self.costs.seconds_bound(table, limits))
+
+    def _limits(self, table: LayoutTable, redone: Values, fullest: Values) -> SplitLimits:
+        return split_limits(
+            self.space.model,
+            table,
+            recomputed=redone,
+            fullest=fullest,
+            even_chunks=self.even_chunks,
+        )
+
+    def _leanest_states(self, table: LayoutTable) -> list[LayoutTable]:
+        """Return the table under every ZeRO stage and offload, states cut over all ranks."""
+        stages = self.space.axes.named("zero_stage").values[:, 0].tolist()
+        offloads = self.space.axes.named("offload").values.tolist()
+        whole = table.data_parallel * table.context_parallel
+        return [
+            replace(
+                table,
+                zero_stage=_filled(table, stage),
+                zero_group=whole,
+                offload_optimizer=_filled(table, optimizer),
+                offload_parameters=_filled(table, parameters),
+                offload_activations=_filled(table, activations),
+            )
+            for stage, (optimizer, parameters, activations) in product(stages, offloads)
+            if not parameters or stage == CUTS_PARAMETERS
+        ]
+
+
+def _filled(table: LayoutTable, value: int) -> IntColumn:
+    return np.full(len(table), value, dtype=np.int64)

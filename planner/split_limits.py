@@ -1,0 +1,73 @@
+"""What is known of the splits that the search considers, row by row, before any is made.
+
+One stage holds everything. One stage per rank may hold anything. With several stages per rank the
+split is the even one, so the layers of every rank are known; those of the model's main kind (with
+experts or without, whichever are more) are counted.
+"""
+
+import numpy as np
+
+from costmodels.layout import split_layers
+from costmodels.layout_table import SCHEDULES, LayoutTable
+from costmodels.model import ModelSpec
+from costmodels.pipeline_bound import SplitLimits
+from planner.costs import Values
+
+V_SHAPED = tuple(SCHEDULES.index(s) for s in SCHEDULES if s.value in ("zbv", "dualpipev"))
+
+
+def split_limits(
+    model: ModelSpec,
+    table: LayoutTable,
+    *,
+    recomputed: Values,
+    fullest: Values,
+    even_chunks: bool = True,
+) -> SplitLimits:
+    """Return the limits of every row's splits.
+
+    Args:
+        model: The network.
+        table: Layouts.
+        recomputed: Layers that each stage recomputes in full, at least.
+        fullest: Layers of the main kind on some rank, at least; known better where the split is.
+        even_chunks: False where the user states the split.
+
+    """
+    is_v_shaped = np.isin(table.schedule, V_SHAPED)
+    keys = np.stack([table.pipeline_parallel, table.stages_per_rank, is_v_shaped.astype(np.int64)])
+    unique, of_row = np.unique(keys, axis=1, return_inverse=True)
+    facts = np.array(
+        [_facts(model, int(p), int(v), bool(is_v), even_chunks) for p, v, is_v in unique.T]
+    ).reshape(-1, 4)[of_row.ravel()]
+    few, heaviest, ahead, last = facts.T
+    return SplitLimits(
+        layers=few,
+        recomputed=recomputed,
+        fullest=np.maximum(fullest, heaviest),
+        ahead=ahead,
+        last=last,
+    )
+
+
+def _facts(
+    model: ModelSpec, pipeline: int, chunks: int, is_v_shaped: bool, even_chunks: bool
+) -> tuple[float, float, float, float]:
+    """Return layers of the smallest stage, and main layers of the fullest rank, ahead, and last."""
+    kinds = [kind.has_experts for kind in model.layer_kinds]
+    main = kinds.count(True) > kinds.count(False)
+    if pipeline == 1:
+        return len(kinds), kinds.count(main), 0.0, 0.0
+    if chunks == 1 or not even_chunks:
+        return 1.0, 0.0, 0.0, 0.0
+    sizes = split_layers(model.num_layers, pipeline * chunks)
+    by_rank = [0] * pipeline
+    first = 0
+    ahead = 0
+    for stage, size in enumerate(sizes):
+        held = kinds[first : first + size].count(main)
+        first += size
+        mirrored = min(stage, pipeline * chunks - 1 - stage)
+        by_rank[mirrored if is_v_shaped else stage % pipeline] += held
+        ahead += held if stage < pipeline - 1 else 0
+    return min(sizes), max(by_rank), ahead, by_rank[-1]
