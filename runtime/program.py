@@ -272,6 +272,7 @@ def materialise(
         device: Where the pieces go.
 
     """
+    move_buffers(program, device)
     for stage in program.stages:
         made: dict[str, nn.Parameter] = {}
         for unit in stage.units:
@@ -281,6 +282,14 @@ def materialise(
                     made[name] = nn.Parameter(piece, requires_grad=old.requires_grad)
                 owner, _, leaf = name.rpartition(".")
                 setattr(unit.get_submodule(owner), leaf, made[name])
+
+
+def move_buffers(program: Program, device: torch.device | str) -> None:
+    """Move what the graphs hold besides parameters (rotary frequencies, router biases)."""
+    for stage in program.stages:
+        for module in stage.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
 
 
 def _piece(stage: StageModule, name: str, initialise: Initialiser) -> Tensor:

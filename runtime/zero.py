@@ -13,7 +13,7 @@ from runtime import collectives
 from runtime.buckets import Bucket, Values
 from runtime.mesh import Mesh
 from runtime.packing import Precisions
-from runtime.program import Initialiser, ParameterShard, Program
+from runtime.program import Initialiser, ParameterShard, Program, move_buffers
 from runtime.stage_states import StageStates
 
 __all__ = ["Precisions", "ShardedStates"]
@@ -51,6 +51,7 @@ class ShardedStates:
         """
         self._mesh = mesh
         self._precisions = precisions
+        move_buffers(program, mesh.device)
         make = None if initialise is None else _piece_maker(initialise, mesh)
         self._stages = {
             stage.index: StageStates(stage, mesh, precisions, make, bucket_bytes)

@@ -1,11 +1,13 @@
 """ParameterShard: pieces are cut and joined without loss."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.program import ParameterShard, with_positions
+from runtime.program import ParameterShard, move_buffers, with_positions
 
 
 @st.composite
@@ -77,3 +79,12 @@ def test_positions_count_from_zero_where_the_batch_has_none():
     given_positions = torch.tensor([[5, 6, 7]])
     batch = {"input_ids": ids[:1], "position_ids": given_positions}
     assert with_positions(batch)["position_ids"] is given_positions
+
+
+def test_buffers_of_every_unit_move_and_parameters_stay():
+    norm = torch.nn.BatchNorm1d(2)
+    stage = torch.nn.Sequential(torch.nn.Linear(2, 2), norm)
+    move_buffers(SimpleNamespace(stages=(stage,)), "meta")
+    assert {name for name, _ in stage.named_buffers()} >= {"1.running_mean", "1.running_var"}
+    assert all(buffer.is_meta for buffer in stage.buffers())
+    assert not any(parameter.is_meta for parameter in stage.parameters())
