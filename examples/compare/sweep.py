@@ -1,0 +1,159 @@
+"""One sweep: many layouts in one launch, their steps interleaved, seconds of every step.
+
+All layouts are set up first; then each round runs a few steps of one after the other, so that what
+else the machine does meanwhile falls on all of them alike. The first step of a turn warms caches
+up and does not count. What a step takes is what its slowest rank takes: all meet before and after.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout
+from costmodels.model import ModelSpec
+from runtime import collectives
+from runtime.executor import Executor
+from runtime.initialise import normal_initialiser
+from runtime.launch import run_ranks
+from runtime.lower import lower_graph, program_of
+from runtime.mesh import Mesh, World
+from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.rests import rests_of
+from runtime.sleeping import SleepingUpdate, put_to_sleep
+from runtime.zero import ShardedStates
+
+TIMEOUT = 1800.0  # s for a whole sweep
+
+
+class Updates(Protocol):
+    """What ends a step: an optimizer, or what sleeps in its place."""
+
+    def step(self, step: int) -> Tensor:
+        """Update the weights with the step's gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What is run.
+
+    Attributes:
+        sleeps: Computation is replaced by sleeps of the length that `cluster` predicts.
+        rounds: Turns of each layout.
+        steps: Steps of a turn that count; one more comes before them.
+
+    """
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    layouts: tuple[Layout, ...]
+    sleeps: bool
+    rounds: int
+    steps: int = 2
+
+
+def run_sweep(sweep: Sweep, progress: Callable[[str], None]) -> list[list[float]]:
+    """Return the seconds of every counted step, by layout.
+
+    Raises:
+        RankFailedError: A rank failed; the message names it.
+
+    """
+    torch.set_num_threads(1)  # before the fork: OpenMP's threads do not survive it
+    progress(f"lowering {len(sweep.layouts)} layouts")
+    graphs = [lower_graph(sweep.model, sweep.job, layout) for layout in sweep.layouts]
+
+    def work(world: World) -> list[list[float]]:
+        say = progress if world.rank == 0 else _silent
+        return _run(sweep, graphs, world, say)
+
+    seconds: list[list[float]] = run_ranks(work, sweep.cluster.num_gpus, timeout=TIMEOUT)[0]
+    return seconds
+
+
+def _run(
+    sweep: Sweep, graphs: Sequence[GraphModule], world: World, progress: Callable[[str], None]
+) -> list[list[float]]:
+    runs = [
+        _Run(sweep, layout, graph, world)
+        for layout, graph in zip(sweep.layouts, graphs, strict=True)
+    ]
+    gc.collect()
+    gc.freeze()  # a collection would fall on whichever layout runs
+    for number in range(1, sweep.rounds + 1):
+        start = time.monotonic()
+        for run in runs:
+            run.turn(sweep.steps)
+        progress(f"round {number} of {sweep.rounds}: {time.monotonic() - start:.0f} s")
+    return [run.seconds for run in runs]
+
+
+class _Run:
+    """One layout on one rank.
+
+    Attributes:
+        seconds: Of the steps that count, in order.
+
+    """
+
+    def __init__(self, sweep: Sweep, layout: Layout, graph: GraphModule, world: World) -> None:
+        self._mesh = world.mesh(layout)
+        program = program_of(graph, layout, self._mesh)
+        rests = None
+        if sweep.sleeps:
+            place = self._mesh.coordinate("pp")
+            rests = rests_of(sweep.model, sweep.job, sweep.cluster, layout, place)
+            put_to_sleep(program, rests)
+        states = ShardedStates(
+            program,
+            self._mesh,
+            precisions(sweep.job),
+            initialise=normal_initialiser(0, sweep.model.num_layers, world.device),
+        )
+        self._executor = Executor(program, self._mesh, states)
+        self._updates: Updates = (
+            ShardedOptimizer(states, OptimizerSettings())
+            if rests is None
+            else SleepingUpdate(states, rests.update)
+        )
+        self._batches = _batches(sweep, layout, self._mesh)
+        self.seconds: list[float] = []
+
+    def turn(self, steps: int) -> None:
+        """Run one step that does not count and `steps` that do."""
+        self._step()
+        self.seconds += [self._step() for _ in range(steps)]
+
+    def _step(self) -> float:
+        self._meet()
+        start = time.perf_counter()
+        self._executor.run(self._batches)
+        self._updates.step(0)
+        self._meet()
+        return time.perf_counter() - start
+
+    def _meet(self) -> None:
+        collectives.all_reduce(torch.zeros(1), self._mesh.group("world"))
+
+
+def _batches(sweep: Sweep, layout: Layout, mesh: Mesh) -> list[dict[str, Tensor]]:
+    """Return random tokens: what is in them does not change how long a step takes."""
+    generator = torch.Generator().manual_seed(mesh.coordinate("dp"))
+    shape = (layout.micro_batch_size, sweep.job.seq_len)
+    batches = []
+    for _ in range(layout.num_micro_batches):
+        tokens = torch.randint(0, sweep.model.vocab_size, shape, generator=generator)
+        batches.append({"input_ids": tokens, "labels": tokens.roll(-1, 1)})
+    return batches
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
