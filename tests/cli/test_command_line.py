@@ -61,7 +61,9 @@ def imported_by(code):
     """Return which heavy modules a fresh interpreter holds after running code."""
     script = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\n"
     script += f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return done.stderr.strip().splitlines()[-1]
 
 

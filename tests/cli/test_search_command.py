@@ -1,0 +1,131 @@
+"""`planner search` as people and scripts run it."""
+
+import json
+
+import pytest
+
+from planner.cli import main
+from planner.plan import read_plan
+
+SMALL = [
+    "--model",
+    "20m",
+    "--hardware",
+    "cpu-gloo",
+    "--seq-len",
+    "256",
+    "--global-batch-size",
+    "64",
+]
+FLAGS = {
+    "data_parallel": "--dp",
+    "tensor_parallel": "--tp",
+    "pipeline_parallel": "--pp",
+    "context_parallel": "--cp",
+    "zero_stage": "--zero",
+    "zero_group": "--zero-group",
+    "micro_batch_size": "--mbs",
+    "stages_per_rank": "--vpp",
+    "schedule": "--schedule",
+    "recompute": "--recompute",
+    "context_parallel_type": "--cp-type",
+    "offload": "--offload",
+}
+
+
+def answer(capsys, *words):
+    status = main(["search", *words, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_the_answer_has_the_contracts_keys_and_ranks_by_speed(capsys):
+    status, found = answer(capsys, *SMALL, "--gpus", "4")
+    assert status == 0
+    assert found["schema"] == 1
+    assert found["status"] == "optimal"
+    assert found["nearest_miss"] is None
+    assert found["smallest_gpus_that_fit"] is None
+    assert [plan["rank"] for plan in found["plans"]] == list(range(1, len(found["plans"]) + 1))
+    steps = [plan["time"]["step_seconds"] for plan in found["plans"]]
+    assert steps == sorted(steps)
+    assert all(plan["verdict"] == "fits" for plan in found["plans"])
+    assert found["num_layouts"] == found["num_legal"] + sum(
+        count for rule, count in found["rejected"].items() if rule != "device_memory"
+    )
+
+
+def test_estimate_of_every_listed_layout_returns_the_same_numbers(capsys):
+    _, found = answer(capsys, *SMALL, "--gpus", "4")
+    for plan in found["plans"]:
+        layout = plan["layout"]
+        words = [w for name, flag in FLAGS.items() for w in (flag, str(layout[name]))]
+        words += ["--layers-per-stage", ",".join(map(str, layout["layers_per_stage"]))]
+        if layout["recompute_layers"]:
+            words += ["--recompute-layers", str(layout["recompute_layers"])]
+        words.append(f"--{'' if layout['sequence_parallel'] else 'no-'}sequence-parallel")
+        assert main(["estimate", *SMALL, "--gpus", "4", *words, "--json"]) == 0
+        judged = json.loads(capsys.readouterr().out)
+        if layout["rank_order"] == ["tp", "cp", "dp", "pp"]:  # flags cannot state another one
+            assert judged["time"] == plan["time"]
+            assert judged["memory"] == plan["memory"]
+
+
+def test_the_same_search_writes_the_same_bytes_and_a_readable_plan(capsys, tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    for path in (first, second):
+        assert main(["search", *SMALL, "--gpus", "2", "-o", str(path)]) == 0
+    assert first.read_bytes() == second.read_bytes()
+    plan = read_plan(first)
+    assert plan.solver.status == "optimal"
+    assert plan.estimate["time"]["step_seconds"] > 0
+    assert plan.cluster.num_gpus == 2
+
+
+def test_constraints_hold_in_every_row(capsys):
+    _, found = answer(capsys, *SMALL, "--gpus", "4", "--tp", "2,4", "--zero", "1", "--mbs", "1..4")
+    assert found["plans"]
+    for plan in found["plans"]:
+        assert plan["layout"]["tensor_parallel"] in (2, 4)
+        assert plan["layout"]["zero_stage"] == 1
+        assert plan["layout"]["micro_batch_size"] <= 4
+
+
+def test_nothing_fits_names_the_nearest_miss_and_exits_with_1(capsys):
+    words = ["--model", "8b", "--gpus", "1", "--seq-len", "4096", "--global-batch-size", "8"]
+    status, found = answer(capsys, *words, "--offload", "none")
+    assert status == 1
+    assert found["status"] == "infeasible"
+    assert found["plans"] == []
+    assert found["nearest_miss"]["lacking_gib"] > 0
+    assert found["nearest_miss"]["relaxations"]
+
+
+def test_auto_finds_the_fewest_gpus(capsys):
+    words = ["--model", "8b", "--seq-len", "4096", "--global-batch-size", "64", "--offload", "none"]
+    status, found = answer(capsys, *words, "--gpus", "auto")
+    fewest = found["smallest_gpus_that_fit"]
+    assert status == 0
+    assert found["plans"][0]["hardware"]["gpus"] == fewest
+    status, _ = answer(capsys, *words, "--gpus", str(fewest - 1))
+    assert status == 1
+
+
+def test_a_sweep_gives_the_best_plan_at_each_count(capsys):
+    status, found = answer(capsys, *SMALL, "--gpus", "1..4")
+    assert status == 0
+    assert sorted(plan["hardware"]["gpus"] for plan in found["plans"]) == [1, 2, 4]
+    assert found["smallest_gpus_that_fit"] == 1
+
+
+def test_the_table_says_why_row_1_wins_and_what_was_proved(capsys):
+    assert main(["search", *SMALL, "--gpus", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "row 1 spends its step on" in text
+    assert "row 1 against row 2" in text
+    assert "optimal: no layout of this space is predicted faster" in text
+
+
+@pytest.mark.parametrize("gpus", ["0", "eight", "8..2", "8..", "..8", "auto8", "1.5"])
+def test_counts_of_gpus_that_make_no_sense_are_refused(capsys, gpus):
+    assert main(["search", "--model", "8b", "--gpus", gpus]) == 2
+    assert "--gpus" in capsys.readouterr().err
