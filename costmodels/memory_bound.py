@@ -23,10 +23,11 @@ from costmodels.block_memory import BlockMemory, block_memory
 from costmodels.framework_memory import context_bytes, fragmentation_fraction
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import Recompute, Schedule, split_layers
+from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
+from costmodels.stage_sizes import V_SHAPED, SmallestStages, smallest_stages
 
 Column = NDArray[np.float64]
 
@@ -85,7 +86,7 @@ def memory_lower_bound(
     bound = np.zeros(len(table))
     for pipeline in np.unique(table.pipeline_parallel):
         rows = np.flatnonzero(table.pipeline_parallel == pipeline)
-        few = smallest_stages(table, rows, int(counts.sum()), even_chunks=even_chunks)
+        few = smallest_stages(model, table, rows, even_chunks=even_chunks)
         bound[rows] = _bound_of(costs, counts, table, rows, few)
     return bound * _ROUNDING
 
@@ -126,7 +127,7 @@ def _bound_of(
     counts: NDArray[np.int64],
     table: LayoutTable,
     rows: NDArray[np.int64],
-    few: Column,
+    few: SmallestStages,
 ) -> Column:
     """Return the bound of rows that share their number of pipeline ranks."""
     pipeline = int(table.pipeline_parallel[rows[0]])
@@ -139,10 +140,11 @@ def _bound_of(
     by_rank = weights[:, :, None] * (states[:, None, :] + fewest[:, :, None] * kept[:, None, :])
     layers = by_rank.min(axis=1) @ counts
     chunks = table.stages_per_rank[rows][:, None]
-    lightest = few * kept.min(axis=1)[:, None]  # of a stage, per micro-batch
+    main = int(np.argmax(counts))
+    lightest = few.least(kept, main)  # of a stage, per micro-batch
     besides = costs.layer_moment[rows][:, None] + (total - chunks * fewest) * lightest
     besides[:, 0] += costs.embedding[rows]
-    last = np.where(np.isin(table.schedule[rows], _V_SHAPED), 0, pipeline - 1)
+    last = np.where(np.isin(table.schedule[rows], V_SHAPED), 0, pipeline - 1)
     row = np.arange(len(rows))
     # Looped schedules run the head in the fullest moment of the last rank; of the others it is
     # only known that the head runs while it holds one micro-batch.
@@ -159,39 +161,9 @@ def _bound_of(
     kept_by_head = np.maximum(waiting, 1) * costs.head_kept[rows]
     alone = ends + kept_by_head + costs.head_moment[rows] + one_layer
     # Each rank alone, with the smallest stages that the caller considers.
-    smallest = chunks * few * states.min(axis=1)[:, None] + chunks * fewest * lightest
+    smallest = chunks * few.least(states, main) + chunks * fewest * lightest
     bound: Column = np.maximum.reduce([mean, alone, (besides + smallest).max(axis=1)])
     return bound
-
-
-_V_SHAPED = [SCHEDULES.index(schedule) for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)]
-
-
-def smallest_stages(
-    table: LayoutTable, rows: NDArray[np.int64], num_layers: int, *, even_chunks: bool
-) -> Column:
-    """Return layers that each stage of a rank has at least: [rows, ranks].
-
-    Args:
-        table: Layouts.
-        rows: Those that share their number of pipeline ranks.
-        num_layers: Layers of the network.
-        even_chunks: With several stages per rank, only the even split counts.
-
-    """
-    pipeline = int(table.pipeline_parallel[rows[0]])
-    few = np.full((len(rows), pipeline), float(num_layers if pipeline == 1 else 1))
-    if even_chunks and pipeline > 1:
-        is_v_shaped = np.isin(table.schedule[rows], _V_SHAPED)
-        for chunks in np.unique(table.stages_per_rank[rows]).tolist():
-            sizes = np.array(split_layers(num_layers, pipeline * chunks), dtype=np.float64)
-            looped = sizes.reshape(chunks, pipeline)
-            v_shaped = looped.copy()
-            v_shaped[1::2] = looped[1::2, ::-1]
-            alike = (table.stages_per_rank[rows] == chunks) & (chunks > 1)
-            few[alike & ~is_v_shaped] = looped.min(axis=0)
-            few[alike & is_v_shaped] = v_shaped.min(axis=0)
-    return few
 
 
 def held_micro_batches(

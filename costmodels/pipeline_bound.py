@@ -36,6 +36,7 @@ class SplitLimits:
         fullest: Layers of the model's main kind that some rank holds, at least.
         ahead: Such layers on the first stage of every rank but the last, together.
         last: Such layers on the last rank; with `ahead`, 0 where the split is not known.
+        redone: Such layers that the fullest rank recomputes, at least.
 
     """
 
@@ -44,6 +45,7 @@ class SplitLimits:
     fullest: Values
     ahead: Values
     last: Values
+    redone: Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ def no_limits(table: LayoutTable) -> SplitLimits:
         fullest=one,
         ahead=0 * one,
         last=0 * one,
+        redone=one,
     )
 
 
@@ -99,7 +102,7 @@ def pipeline_sums(
     layers = [times for _, times in costs.layers]
     p, v = table.pipeline_parallel.astype(np.float64), table.stages_per_rank.astype(np.float64)
     num_layers = np.full(len(table), float(sum(counts.values())))
-    again = _again(costs, table)
+    again, main = _again(costs, table), _main_kind(costs, counts, table)
     shares = [times.forward / times.total for times in (costs.embedding, *layers, costs.head)]
     least = np.minimum.reduce([times.total for times in layers])
     fullest = np.ceil(num_layers / p)
@@ -121,8 +124,8 @@ def pipeline_sums(
         slowest_rank=np.maximum.reduce(
             [
                 fullest * least + again * redone(fullest, v),
-                limits.fullest * _main_kind(costs, counts).total
-                + again * redone(limits.fullest, v),
+                limits.fullest * main.total
+                + main.redone(np.maximum(limits.redone, np.minimum(limits.recomputed, few))),
                 _levelled_work(costs, counts, table, limits.recomputed),
                 costs.head.total + ends * least + again * v * np.minimum(limits.recomputed, few),
             ]
@@ -143,11 +146,13 @@ def pipeline_lower_bound(
     limits: SplitLimits,
 ) -> Values:
     """Return the schedule's bound, or with several stages per rank that of the last rank."""
-    p, v = table.pipeline_parallel, table.stages_per_rank
-    general = makespan_lower_bound(table.schedule, p, v, table.num_micro_batches, sums)
-    main, again = _main_kind(costs, counts), _again(costs, table)
+    p, v = table.pipeline_parallel, table.stages_per_rank.astype(np.float64)
+    general = makespan_lower_bound(
+        table.schedule, p, table.stages_per_rank, table.num_micro_batches, sums
+    )
+    main, again = _main_kind(costs, counts, table), _again(costs, table)
     redone = again * np.minimum(limits.recomputed, limits.layers)
-    work = limits.last * main.total + v * redone
+    work = limits.last * main.total + main.redone(v * np.minimum(limits.recomputed, limits.layers))
     work = work + np.where(np.isin(table.schedule, _V_SHAPED), 0.0, costs.head.total)
     hops = (p - 1) * sums.transfer
     before = limits.ahead * main.forward + hops
@@ -167,24 +172,55 @@ def _again(costs: LayoutCosts, table: LayoutTable) -> Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MainKind:
-    """Seconds of a layer of the main kind, the cheapest window."""
+    """Seconds of a layer of the main kind, the cheapest window.
+
+    Attributes:
+        again: What recomputing it adds; 0 where nothing is recomputed.
+        other: Work of the cheapest layer of the other kind; inf where there is none.
+        other_again: What recomputing that one adds.
+
+    """
 
     forward: Values
     backward_input: Values
     backward_weight: Values
     total: Values
+    again: Values
+    other: Values
+    other_again: Values
+
+    def redone(self, layers: Values) -> Values:
+        """Return what recomputing so many layers of one rank adds, at least.
+
+        A stage recomputes its first layers. Where some of these are of the other kind, the rank
+        does that layer's work besides.
+        """
+        mixed = self.other + layers * np.minimum(self.again, self.other_again)
+        least: Values = np.minimum(layers * self.again, mixed)
+        return least
 
 
-def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int]) -> _MainKind:
+def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int], table: LayoutTable) -> _MainKind:
     """Return the layer with experts, or without, whichever most layers are."""
     with_experts = sum(n for kind, n in counts.items() if kind.has_experts)
     main = with_experts > sum(counts.values()) - with_experts
     alike = [times for kind, times in costs.layers if kind.has_experts == main]
+    others = [times for kind, times in costs.layers if kind.has_experts != main]
+    full = table.recompute == FULL_CODE
+    never = np.full(len(table), np.inf)
+
+    def least(of_kind: list[BlockTimes], name: str) -> Values:
+        values: Values = np.minimum.reduce([getattr(times, name) for times in of_kind])
+        return values
+
     return _MainKind(
-        forward=np.minimum.reduce([times.forward for times in alike]),
-        backward_input=np.minimum.reduce([times.backward_input for times in alike]),
-        backward_weight=np.minimum.reduce([times.backward_weight for times in alike]),
-        total=np.minimum.reduce([times.total for times in alike]),
+        forward=least(alike, "forward"),
+        backward_input=least(alike, "backward_input"),
+        backward_weight=least(alike, "backward_weight"),
+        total=least(alike, "total"),
+        again=np.where(full, least(alike, "recompute"), 0.0),
+        other=least(others, "total") if others else never,
+        other_again=np.where(full, least(others, "recompute") if others else 0.0, 0.0),
     )
 
 
@@ -200,7 +236,7 @@ def _levelled_work(
     layers places to spare: i of them beside the head leave d - i beside the embedding. Known for
     one stage per rank; with several, nothing is said (0).
     """
-    layer, again = _main_kind(costs, counts).total, _again(costs, table)
+    main = _main_kind(costs, counts, table)
     num_layers = max(
         sum(n for kind, n in counts.items() if kind.has_experts == has) for has in (True, False)
     )
@@ -210,7 +246,7 @@ def _levelled_work(
 
     def seconds(held: Values) -> Values:
         held = np.maximum(held, 0.0)
-        work: Values = held * layer + np.minimum(recomputed, held) * again
+        work: Values = held * main.total + main.redone(np.minimum(recomputed, held))
         return work
 
     def beside(of_head: Values, of_embedding: Values) -> Values:

@@ -51,7 +51,9 @@ class RowBounds:
         limits = self._limits(table, nothing, nothing)
         if schedule_is_open:
             one = nothing + 1
-            limits = replace(limits, layers=one, fullest=nothing, ahead=nothing, last=nothing)
+            limits = replace(
+                limits, layers=one, fullest=nothing, ahead=nothing, last=nothing, redone=nothing
+            )
         return self.costs.open_seconds(table, limits, schedule_is_open=schedule_is_open)
 
     def tight_seconds(self, table: LayoutTable) -> Values:
