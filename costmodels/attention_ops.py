@@ -80,8 +80,7 @@ def _projections(model: ModelSpec, job: TrainingJob, shard: Shard) -> tuple[Op, 
     key_value = per_rank(model.num_kv_heads, shard.tensor_parallel)
     rotated = shard.tokens * (heads + key_value) * model.head_dim
     has_rope = model.rope_theta is not None
-    fused = job.target is Target.MEGATRON or bool(job.switches.compile)
-    passes = 1 if fused else 3  # eager RoPE: rotate halves, two products, one sum
+    passes = _rope_passes(job)
     ops: list[Op] = [
         Gemm(
             name="attention_qkv",
@@ -115,6 +114,14 @@ def _projections(model: ModelSpec, job: TrainingJob, shard: Shard) -> tuple[Op, 
             )
         )
     return tuple(ops)
+
+
+def _rope_passes(job: TrainingJob) -> int:
+    """Return how often RoPE reads and writes what it rotates."""
+    if job.target is Target.MEGATRON or job.switches.compile:
+        return 1
+    # Eager: rotate halves, two products, one sum; our graph negates and joins the halves apart.
+    return 5 if job.target is Target.NATIVE else 3
 
 
 def _latent(model: ModelSpec, latent: LatentAttention, shard: Shard) -> tuple[Op, ...]:

@@ -17,7 +17,7 @@ from costmodels.collective_costs import Beside, BothWays, Pricing, price_collect
 from costmodels.compiled import compute
 from costmodels.compiled.compute import Value
 from costmodels.model import LayerKind
-from costmodels.ops import Attention, Block, Collective, Gemm, MemoryPass
+from costmodels.ops import Attention, Block, Collective, Gemm, MemoryPass, Op, not_made_again
 from costmodels.rates import Rates
 from costmodels.workload import Workload
 
@@ -46,10 +46,10 @@ _ATTENTION_KERNELS = (1, 3)
 # Bytes that quantising one element adds: it is written twice in 8 bits, row-wise and column-wise,
 # by the kernel that makes it (norm, activation), instead of once in 16. Kind: chosen.
 _CAST_BYTES = 2
-_HALF = 2
 _LINE_ELEMENTS = 64  # 16-bit elements of a 128-byte line
-# fp32 gradients are read, added to and written once per micro-batch.
-_ACCUMULATE_BYTES = 8
+# fp32 gradients are read, added to and written once per micro-batch; products in fp32 leave theirs
+# in memory first, where narrower ones are read by the kernel that adds.
+_ACCUMULATE_BYTES = {2: 8, 4: 12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def _gemm_seconds(workload: Workload, pricing: Pricing) -> dict[int, Seconds]:
         n=n,
         k=k,
         count=count,
-        element_bytes=_HALF,
+        element_bytes=rates.element_bytes,
         peak=np.where(low, rates.low_peak, rates.peak),
         gemm_efficiency=rate * np.where(low, rates.low_gemm_efficiency, rates.gemm_efficiency),
         k_fill=np.where(low, rates.low_k_fill, rates.k_fill),
@@ -149,13 +149,14 @@ def _alignment(op: Gemm, rates: Rates) -> Value:
 class _Tally:
     """Seconds of one block while its ops are priced."""
 
-    def __init__(self, pricing: Pricing) -> None:
+    def __init__(self, block: Block, pricing: Pricing) -> None:
         shape = (NUM_PHASES, len(CAUSES), pricing.num_rows)
         self.exposed = np.zeros(shape)
         self.alone = np.zeros(shape)
         self.waits = np.zeros((NUM_PHASES, 1))
         self.kernels = np.zeros((NUM_PHASES, pricing.num_rows))
         self.modules = dict(pricing.recompute_modules)
+        self.unmade = not_made_again(block) if pricing.stops_early else frozenset()
 
     def add(
         self, phase: int, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
@@ -166,12 +167,13 @@ class _Tally:
         self.kernels[phase] += kernels
 
     def add_forward(
-        self, module: str, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
+        self, op: Op, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
     ) -> None:
         """Add forward seconds, and what running the op again costs."""
         self.add(FORWARD, cause, exposed, kernels, alone=alone)
-        self.add(RECOMPUTE, cause, exposed, kernels, alone=alone)
-        share = self.modules.get(module, 0.0)
+        if op.name not in self.unmade:
+            self.add(RECOMPUTE, cause, exposed, kernels, alone=alone)
+        share = self.modules.get(op.module, 0.0)
         if share:
             self.exposed[SELECTIVE, _INDEX[cause]] += share * exposed
             self.alone[SELECTIVE, _INDEX[cause]] += share * (exposed if alone is None else alone)
@@ -191,7 +193,7 @@ class _Tally:
 
 
 def _price_block(block: Block, gemms: dict[int, Seconds], pricing: Pricing) -> BlockCosts:
-    tally = _Tally(pricing)
+    tally = _Tally(block, pricing)
     by_name = {op.name: gemms[id(op)] for op in block.ops if isinstance(op, Gemm)}
     attention = np.zeros((2, pricing.num_rows))
     for op in block.ops:
@@ -214,7 +216,7 @@ def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally) -> Non
         return
     cause = _CAUSE_OF_AXIS[op.axis]
     launches = [np.asarray(seconds) > 0 for seconds in ways.alone]
-    tally.add_forward(op.module, cause, ways.exposed[0], launches[0], alone=ways.alone[0])
+    tally.add_forward(op, cause, ways.exposed[0], launches[0], alone=ways.alone[0])
     tally.add(BACKWARD_INPUT, cause, ways.exposed[1], launches[1], alone=ways.alone[1])
 
 
@@ -224,18 +226,20 @@ def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, rates: Rates) -> None
     # Grouped products are one launch per expert (Transformer Engine, on several streams), and
     # calling the module costs as much as some launches.
     launches = rates.module_launches + (op.count if op.weight else 1)
-    tally.add_forward(op.module, cause, forward, launches)
+    tally.add_forward(op, cause, forward, launches)
     tally.add(BACKWARD_INPUT, cause, to_input, launches)
     if not op.weight:
         tally.add(BACKWARD_INPUT, cause, to_weight)
     elif op.trained:
         tally.add(BACKWARD_WEIGHT, cause, to_weight, launches)
-        accumulate = _moved_seconds(_ACCUMULATE_BYTES * op.n * op.k * op.count, 0, rates)
+        accumulate = _moved_seconds(
+            _ACCUMULATE_BYTES[rates.element_bytes] * op.n * op.k * op.count, 0, rates
+        )
         tally.add(BACKWARD_WEIGHT, "memory_bound", accumulate, 0)
     if rates.casts and op.quantised:
         inputs = _CAST_BYTES * op.m * op.k * op.count
         gradients = _CAST_BYTES * op.m * op.n * op.count
-        tally.add_forward(op.module, "memory_bound", _moved_seconds(inputs, 1, rates), 2 * launches)
+        tally.add_forward(op, "memory_bound", _moved_seconds(inputs, 1, rates), 2 * launches)
         tally.add(BACKWARD_INPUT, "memory_bound", _moved_seconds(gradients, 1, rates), launches)
 
 
@@ -253,7 +257,7 @@ def _price_pass(op: MemoryPass, tally: _Tally, rates: Rates) -> None:
     if op.host_waits:
         tally.wait_for_device(rates.host_sync)
     forward = _moved_seconds(op.forward, op.forward_kernels, rates)
-    tally.add_forward(op.module, op.cause, forward, op.forward_kernels)
+    tally.add_forward(op, op.cause, forward, op.forward_kernels)
     backward = _moved_seconds(op.backward, op.backward_kernels, rates)
     tally.add(BACKWARD_INPUT, op.cause, backward, op.backward_kernels)
 
@@ -279,6 +283,6 @@ def _price_attention(op: Attention, tally: _Tally, rates: Rates) -> Seconds:
         kernels=backward_kernels,
         **common,
     ).seconds
-    tally.add_forward(op.module, "attention", forward, forward_kernels)
+    tally.add_forward(op, "attention", forward, forward_kernels)
     tally.add(BACKWARD_INPUT, "attention", backward, backward_kernels)
     return np.stack(np.broadcast_arrays(forward, backward))

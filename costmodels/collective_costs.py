@@ -26,6 +26,7 @@ class Pricing:
     Attributes:
         recompute_modules: Modules that selective recomputation runs again, with the share of them
             that it does.
+        stops_early: Recomputation leaves the last product of a block out.
 
     """
 
@@ -35,6 +36,7 @@ class Pricing:
     shard: Shard
     num_rows: int
     recompute_modules: tuple[tuple[str, float], ...]
+    stops_early: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

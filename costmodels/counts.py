@@ -19,17 +19,13 @@ from dataclasses import dataclass
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.ops import Attention, Block, Collective, Gemm
+from costmodels.ops import Attention, Block, Collective, Gemm, not_made_again
 from costmodels.parameters import head_parameters, layer_parameters
 from costmodels.shard import Shard, padded_rows, shard_of
 from costmodels.states import BytesPerWeight, bytes_per_weight
 from costmodels.workload import Workload, build_workload
 
 ZERO_2, ZERO_3 = 2, 3
-# Ops that keep their operands, the results of products, for backward.
-_WEIGHED_RESULTS = ("unpermute", "shared_gate_product")
-# Payloads that are no activations and do not follow the precision.
-_WIDE_PAYLOADS = ("loss_reduce", "expert_counts", "expert_counts_gather", "balance_counts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +92,8 @@ def count_rank(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) ->
     """
     shard = shard_of(layout, job)
     workload = build_workload(model, job, shard)
-    blocks = {kind: _count_block(block, job, layout) for kind, block in workload.layers}
-    ends = _end_blocks(workload, job, layout)
+    blocks = {kind: _count_block(block, layout) for kind, block in workload.layers}
+    ends = _end_blocks(workload, layout)
     flops, axes = 0, Counter[str]()
     for stage in layout.stages_of_rank(rank):
         own = _layers_of_stage(model, layout, stage)
@@ -130,12 +126,10 @@ def _layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[Laye
     return model.layer_kinds[first : first + layout.layers_per_stage[stage]]
 
 
-def _end_blocks(
-    workload: Workload, job: TrainingJob, layout: Layout
-) -> tuple[tuple[int, _BlockCounts], ...]:
+def _end_blocks(workload: Workload, layout: Layout) -> tuple[tuple[int, _BlockCounts], ...]:
     return (
-        (0, _count_block(workload.embedding, job, layout)),
-        (-1, _count_block(workload.head, job, layout)),
+        (0, _count_block(workload.embedding, layout)),
+        (-1, _count_block(workload.head, layout)),
     )
 
 
@@ -149,9 +143,9 @@ def _work(block: _BlockCounts, layout: Layout, *, again: bool) -> tuple[int, Cou
     return flops, axes
 
 
-def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts:
+def _count_block(block: Block, layout: Layout) -> _BlockCounts:
     forward = backward = selective = again_flops = 0
-    unmade = _not_made_again(block)
+    unmade = not_made_again(block)
     once, again, within = Counter[str](), Counter[str](), Counter[str]()
     for op in block.ops:
         if isinstance(op, Gemm):
@@ -166,7 +160,7 @@ def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts
             backward += op.flops * 5 // 2
             selective += op.flops
         elif isinstance(op, Collective) and _group_size(op, layout) > 1:
-            ahead, back = _both_ways(op, job, layout)
+            ahead, back = _both_ways(op, layout)
             once[op.axis] += ahead + back
             again[op.axis] += ahead if op.name not in unmade else 0
             within[op.axis] += ahead if op.module == "core_attn" else 0
@@ -181,24 +175,6 @@ def _count_block(block: Block, job: TrainingJob, layout: Layout) -> _BlockCounts
     )
 
 
-def _not_made_again(block: Block) -> set[str]:
-    """Return the ops that full recomputation leaves out.
-
-    torch.utils.checkpoint stops once what backward needs is there: the result of a last product,
-    and what communicates it, are not made again. Where results are weighed at the end (experts,
-    gates), the products themselves are needed.
-    """
-    names: set[str] = set()
-    for op in reversed(block.ops):
-        if op.name in _WEIGHED_RESULTS:
-            break
-        if isinstance(op, Collective):
-            names.add(op.name)
-        elif isinstance(op, Gemm):
-            return names | {op.name}
-    return names
-
-
 def _group_size(op: Collective, layout: Layout) -> int:
     sizes = {
         "tensor": layout.tensor_parallel,
@@ -209,14 +185,12 @@ def _group_size(op: Collective, layout: Layout) -> int:
     return sizes[op.group]
 
 
-def _both_ways(op: Collective, job: TrainingJob, layout: Layout) -> tuple[int, int]:
+def _both_ways(op: Collective, layout: Layout) -> tuple[int, int]:
     """Return the bytes of a collective in forward and in backward."""
     split = layout.sequence_parallel
     ahead = op.forward if split or op.plain_forward is None else op.plain_forward
     back = op.backward if split or op.plain_backward is None else op.plain_backward
     payload = op.payload
-    if job.precision is Precision.FP32 and op.name not in _WIDE_PAYLOADS:
-        payload *= 2  # ops state 16-bit activations
     if op.forward == "ring":
         steps = layout.context_parallel - 1
         return payload * steps, 2 * payload * steps

@@ -94,6 +94,7 @@ def expert_ops(
             forward_kernels=60,
             backward_kernels=30,
             host_waits=True,
+            follows_precision=False,
         ),
         *_balance(shard, moe),
         *_counts(shard, moe),
@@ -138,6 +139,7 @@ def _balance(shard: Shard, moe: MixtureOfExperts) -> tuple[Op, ...]:
             forward="all_reduce",
             backward="",
             payload=payload,
+            follows_precision=False,
         )
         for axis, group in (("tp", "tensor"), ("cp", "context"))
     )
@@ -156,6 +158,7 @@ def _counts(shard: Shard, moe: MixtureOfExperts) -> tuple[Collective, Collective
             forward="all_to_all",
             backward="",
             payload=sent * (shard.expert_parallel > 1),
+            follows_precision=False,
         ),
         Collective(
             name="expert_counts_gather",
@@ -165,6 +168,7 @@ def _counts(shard: Shard, moe: MixtureOfExperts) -> tuple[Collective, Collective
             forward="all_gather",
             backward="",
             payload=sent * ways * (ways > 1),
+            follows_precision=False,
         ),
     )
 

@@ -5,7 +5,7 @@ their groups lie), then looked up per layout; ZeRO-3's gathers, the pipeline's h
 depend on more columns and are cheap enough to price per layout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from costmodels.block_costs import (
 )
 from costmodels.collective_costs import Pricing, collective_seconds, exposed_seconds
 from costmodels.hardware import Cluster
-from costmodels.job import TrainingJob
+from costmodels.job import Target, TrainingJob
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
@@ -44,7 +44,6 @@ from costmodels.workload import build_workload
 
 Seconds = NDArray[np.float64]
 
-HALF = 2  # bytes of a 16-bit element
 SELECTIVE_CODE = RECOMPUTES.index(Recompute.SELECTIVE)
 FULL_CODE = RECOMPUTES.index(Recompute.FULL)
 
@@ -165,8 +164,9 @@ def layout_costs(
         shard=shard,
         num_rows=len(first),
         recompute_modules=module_shares(job, recompute_modules),
+        stops_early=job.target is Target.NATIVE,
     )
-    priced = price_workload(build_workload(model, job, shard), pricing)
+    priced = price_workload(build_workload(model, _as_on(job, cluster), shard), pricing)
 
     def times(costs: BlockCosts, weights: RankWeights) -> BlockTimes:
         gathers = block_gathers(weights, job, table, placement, rates)
@@ -186,6 +186,13 @@ def layout_costs(
         rates=rates,
         placement=placement,
     )
+
+
+def _as_on(job: TrainingJob, cluster: Cluster) -> TrainingJob:
+    """Return the job as a cluster runs it: processors have no fused norm."""
+    if cluster.profile.generation != "cpu":
+        return job
+    return replace(job, switches=replace(job.switches, fused_norm=False))
 
 
 def module_shares(job: TrainingJob, modules: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
@@ -257,11 +264,11 @@ def _hop_seconds(
     the parts on the other side (Narayanan et al., arXiv:2104.04473, section 4.1).
     """
     shard = shards_of(table, job)
-    whole = HALF * shard.outer_tokens * model.hidden_size
+    whole = rates.element_bytes * shard.outer_tokens * model.hidden_size
     pair: Tiers = placement.hop
     seconds = np.asarray(collective_seconds("ring", whole, pair, rates))
     if scatters_hops(job):
-        part = HALF * shard.tokens * model.hidden_size / table.tensor_parallel
+        part = rates.element_bytes * shard.tokens * model.hidden_size / table.tensor_parallel
         gather = collective_seconds("all_gather", whole, placement.tensor, rates)
         whole_again = np.where(table.sequence_parallel == 1, 0.0, gather)
         seconds = np.asarray(collective_seconds("ring", part, pair, rates)) + whole_again

@@ -5,7 +5,7 @@ exact) or as int64 arrays for a table of them. Ops say what is done, never how l
 `block_costs` prices them and `counts` counts them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Size = Any  # int, or an int64 array with one entry per layout
@@ -64,6 +64,7 @@ class MemoryPass:
         backward_kernels: Launches.
         cause: The term that it counts under.
         host_waits: The host reads the result (how many tokens go where) before it goes on.
+        follows_precision: Bytes are stated for 16-bit elements; `widened` doubles them in fp32.
 
     """
 
@@ -75,6 +76,7 @@ class MemoryPass:
     backward_kernels: int = 1
     cause: str = "memory_bound"
     host_waits: bool = False
+    follows_precision: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ class Collective:
         nodes_per_token: Most nodes that a token may visit; 0 for any number.
         experts: Experts of a rank that an all_to_all feeds; 0 elsewhere.
         once_per_node: The dispatcher sends one copy of a token to each node, not one per expert.
+        follows_precision: As of MemoryPass; numbers of rows and sums in fp32 do not.
 
     """
 
@@ -116,9 +119,19 @@ class Collective:
     nodes_per_token: int = 0
     experts: Size = 0
     once_per_node: bool = False
+    follows_precision: bool = True
 
 
 Op = Gemm | Attention | MemoryPass | Collective
+
+
+def widened(op: Op) -> Op:
+    """Return an op of a 16-bit job as an fp32 job has it: twice the bytes."""
+    if isinstance(op, MemoryPass) and op.follows_precision:
+        return replace(op, forward=2 * op.forward, backward=2 * op.backward)
+    if isinstance(op, Collective) and op.follows_precision:
+        return replace(op, payload=2 * op.payload)
+    return op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,3 +140,26 @@ class Block:
 
     name: str
     ops: tuple[Op, ...]
+
+
+# Ops that keep their operands, the results of products, for backward.
+_WEIGHED_RESULTS = ("unpermute", "shared_gate_product")
+
+
+def not_made_again(block: Block) -> frozenset[str]:
+    """Return the ops that full recomputation by torch's checkpointing leaves out.
+
+    torch.utils.checkpoint stops once what backward needs is there: the result of a last product,
+    and what communicates it, are not made again. Where results are weighed at the end (experts,
+    gates), the products themselves are needed.
+    """
+    names: set[str] = set()
+    for op in reversed(block.ops):
+        if op.name in _WEIGHED_RESULTS:
+            break
+        if isinstance(op, Collective):
+            names.add(op.name)
+        elif isinstance(op, Gemm):
+            names.add(op.name)
+            break
+    return frozenset(names)

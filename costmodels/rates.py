@@ -6,6 +6,7 @@ common.toml` says what each constant means and where its value comes from.
 
 from dataclasses import dataclass
 
+from costmodels.activations import element_bytes
 from costmodels.attention_ops import attention_kernel
 from costmodels.hardware import HardwareProfile
 from costmodels.job import Precision, Target, TrainingJob
@@ -20,6 +21,7 @@ class Rates:
     """Sustained rates; FLOP/s, bytes/s and seconds.
 
     Attributes:
+        element_bytes: Of an activation: 4 in fp32 jobs, 2 in all others.
         peak: FLOP/s of 16-bit products (fp32 in fp32 jobs), power limit heeded.
         low_peak: FLOP/s of the job's own precision; equal to `peak` in 16 bits.
         gemm_efficiency: Share of `peak` that large products sustain.
@@ -36,6 +38,7 @@ class Rates:
 
     """
 
+    element_bytes: int
     peak: float
     low_peak: float
     gemm_efficiency: float
@@ -88,6 +91,7 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
     intra, inter = profile.intra_node, profile.inter_node
     staged = 1.0 if intra.peer_access else constants["host_staging_share"]
     return Rates(
+        element_bytes=element_bytes(job),
         peak=base * power,
         low_peak=(low if low is not None else base) * power,
         gemm_efficiency=efficiency,

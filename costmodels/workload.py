@@ -13,7 +13,8 @@ a column-parallel product and ends with a row-parallel one:
     with sequence parallelism      all-gather at the start, reduce-scatter at the end, and mirrored
 
 Sources: Shoeybi et al., arXiv:1909.08053, section 3; Korthikanti et al., arXiv:2205.05198,
-section 4.2. Bytes of element-wise ops: counted from what each kernel reads and writes.
+section 4.2. Bytes of element-wise ops: counted from what each kernel reads and writes. Ops state
+those of 16-bit activations; fp32 jobs have twice as many.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from costmodels.attention_ops import attention_ops
 from costmodels.feed_forward_ops import dense_ops, expert_ops, shared_gate_ops
-from costmodels.job import TrainingJob
+from costmodels.job import Precision, Target, TrainingJob
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size
+from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size, widened
 from costmodels.shard import Shard, padded_rows, per_rank
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ FULL = 4  # bytes of an fp32 element
 # cast, square, mean, scale, cast, weight as kernels of their own on fp32 copies. Kind: chosen.
 _NORM_BYTES = {True: (4, 6), False: (34, 56)}
 _NORM_KERNELS = {True: (1, 2), False: (6, 12)}
+# In fp32 nothing is cast: 5 and 19 accesses of 4 bytes (runtime/ops/norm.py, counted by hand).
+_WIDE_NORM_BYTES = (20, 76)
 # Bytes per logit of the loss, forward and backward. Fused: read the logits once, write their
 # gradient in place. Unfused: cast to fp32, maximum, shift, exponential, sum, gather, then scale
 # and cast back. Kind: chosen.
@@ -73,10 +76,16 @@ def build_workload(model: ModelSpec, job: TrainingJob, shard: Shard) -> Workload
     """
     kinds = tuple(dict.fromkeys(model.layer_kinds))
     return Workload(
-        embedding=_embedding(model, job, shard),
-        layers=tuple((kind, _layer(model, job, kind, shard)) for kind in kinds),
-        head=_head(model, job, shard),
+        embedding=_in_precision(job, _embedding(model, job, shard)),
+        layers=tuple((kind, _in_precision(job, _layer(model, job, kind, shard))) for kind in kinds),
+        head=_in_precision(job, _head(model, job, shard)),
     )
+
+
+def _in_precision(job: TrainingJob, block: Block) -> Block:
+    if job.precision is not Precision.FP32:
+        return block
+    return Block(name=block.name, ops=tuple(widened(op) for op in block.ops))
 
 
 def op_graph(blocks: Sequence[Block]) -> "nx.DiGraph":
@@ -105,7 +114,8 @@ def op_graph(blocks: Sequence[Block]) -> "nx.DiGraph":
 
 def _norm(job: TrainingJob, name: str, elements: Size) -> MemoryPass:
     fused = job.switches.fused_norm
-    forward, backward = _NORM_BYTES[fused]
+    is_wide = job.precision is Precision.FP32 and not fused
+    forward, backward = _WIDE_NORM_BYTES if is_wide else _NORM_BYTES[fused]
     forward_kernels, backward_kernels = _NORM_KERNELS[fused]
     return MemoryPass(
         name=name,
@@ -114,7 +124,32 @@ def _norm(job: TrainingJob, name: str, elements: Size) -> MemoryPass:
         backward=backward * elements,
         forward_kernels=forward_kernels,
         backward_kernels=backward_kernels,
+        follows_precision=not is_wide,
     )
+
+
+def _branches(job: TrainingJob, shard: Shard, name: str, hidden: int, count: int) -> list[Op]:
+    """Sum the gradients of products that read one tensor; fused products have one gradient.
+
+    Our graph keeps the projections of queries, keys and values, and gate and up, apart.
+    """
+    if job.target is not Target.NATIVE or count == 1:
+        return []
+    return [
+        MemoryPass(
+            name=name,
+            module="residual",
+            forward=0,
+            backward=(count - 1) * 3 * HALF * shard.tokens * hidden,
+            forward_kernels=0,
+            backward_kernels=count - 1,
+        )
+    ]
+
+
+def _projections(model: ModelSpec) -> int:
+    """Return how many products of an attention block read the normalised stream."""
+    return 1 if model.latent_attention or model.architecture == "gpt2" else 3
 
 
 def _residual(name: str, elements: Size) -> MemoryPass:
@@ -164,6 +199,7 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     ops: list[Op] = [
         norms[0],
         _enter(shard, "attention_enter", *_attention_input(model)),
+        *_branches(job, shard, "attention_branches", hidden, _projections(model)),
         *attention_ops(model, job, kind, shard),
         _leave(shard, "attention_leave", hidden, "attention_output"),
         _residual("attention_residual", elements),
@@ -175,6 +211,7 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     if width:
         ops += [
             _enter(shard, "ffn_enter", hidden, "ffn_in"),
+            *_branches(job, shard, "ffn_branches", hidden, 2 if model.gated_ffn else 1),
             *dense_ops(model, job, shard, width),
             _leave(shard, "ffn_leave", hidden, "ffn_out"),
         ]
@@ -275,6 +312,7 @@ def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
                 forward="all_reduce",
                 backward="",
                 payload=3 * FULL * shard.tokens,
+                follows_precision=False,
             ),
         ),
     )

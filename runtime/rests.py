@@ -12,6 +12,7 @@ from costmodels.block_costs import (
     BACKWARD_WEIGHT,
     CAUSES,
     FORWARD,
+    RECOMPUTE,
     SELECTIVE,
     BlockCosts,
 )
@@ -36,12 +37,13 @@ class Rests:
     """Seconds that one rank sleeps; what is done for real is not in them.
 
     Attributes:
-        units: Forward and backward of every unit, per micro-batch, by stage.
+        units: Forward, backward and (where it recomputes) forward again of every unit, per
+            micro-batch, by stage.
         update: Of the optimizer, per step.
 
     """
 
-    units: dict[int, tuple[tuple[float, float], ...]]
+    units: dict[int, tuple[tuple[float, float, float], ...]]
     update: float
 
 
@@ -71,7 +73,7 @@ def rests_of(
         )
     return Rests(
         units={
-            stage: tuple((rest.forward, rest.backward) for rest in rests)
+            stage: tuple((rest.forward, rest.backward, rest.again) for rest in rests)
             for stage, rests in units.items()
         },
         update=sum(rest.update for rests in units.values() for rest in rests),
@@ -103,6 +105,7 @@ class _BlockRest:
 
     forward: float
     backward: float
+    again: float
     update: float
 
 
@@ -119,5 +122,6 @@ def _rest_of(
     return _BlockRest(
         forward=float(local[FORWARD]),
         backward=max(float(backward) - weights * ACCUMULATED_BYTES * per_byte, 0.0),
+        again=float(local[RECOMPUTE]),
         update=max(float(update[0]) - weights * CLEARED_BYTES * per_byte, 0.0),
     )

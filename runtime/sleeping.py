@@ -54,16 +54,18 @@ class Sleeper:
 class Nap(nn.Module):
     """Stands for a unit's local work: sleeps on the way forward and on the way back."""
 
-    def __init__(self, sleeper: Sleeper, forward: float, backward: float) -> None:
-        """Sleep `forward` and `backward` seconds."""
+    def __init__(self, sleeper: Sleeper, forward: float, backward: float, again: float) -> None:
+        """Sleep `forward` and `backward` seconds, and `again` when backward needs it once more."""
         super().__init__()
         self._sleeper = sleeper
-        self._seconds = forward, backward
+        self._forward, self._backward, self._again = forward, backward, again
 
     def forward(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """Return x; its gradient, and zeros for each parameter, come after the second sleep."""
         apply = cast("Any", _Nap.apply)
-        slept: Tensor = apply(x, self._sleeper, *self._seconds, *parameters)
+        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 (as checkpoint does)
+        ahead = self._again if in_backward else self._forward
+        slept: Tensor = apply(x, self._sleeper, ahead, self._backward, *parameters)
         return slept
 
 

@@ -94,7 +94,7 @@ def batches(shape):
     return [small.batch(1, seed, MODEL.vocab_size) for seed in range(shape.num_micro_batches)]
 
 
-@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.SELECTIVE])
+@pytest.mark.parametrize("recompute", list(Recompute))
 def test_the_sleeps_of_a_lone_rank_and_its_real_work_are_the_estimated_step(monkeypatch, recompute):
     shape = layout(recompute=recompute)
     rests = rests_of(MODEL, JOB, cluster(), shape, 0)
@@ -113,15 +113,17 @@ def test_the_sleeps_of_a_lone_rank_and_its_real_work_are_the_estimated_step(monk
     assert slept > real
 
 
-def test_full_recomputation_sleeps_every_layers_forward_twice(monkeypatch):
+def test_full_recomputation_sleeps_again_before_every_layers_backward(monkeypatch):
     shape = layout(recompute=Recompute.FULL)
-    rests = Rests(units={0: ((1.0, 10.0), *[(2.0, 20.0)] * 4, (3.0, 30.0))}, update=500.0)
+    rests = Rests(
+        units={0: ((1.0, 10.0, 7.0), *[(2.0, 20.0, 1.5)] * 4, (3.0, 30.0, 7.0))}, update=500.0
+    )
     clock = Clock(late=0.0)
     monkeypatch.setattr(sleeping, "time", clock)
     executor, update = asleep(small.lone_mesh(shape), shape, rests)
     executor.run(batches(shape))
     update.step(0)
-    one = [1, 2, 2, 2, 2, 3, 30, 2, 20, 2, 20, 2, 20, 2, 20, 10]
+    one = [1, 2, 2, 2, 2, 3, 30, 1.5, 20, 1.5, 20, 1.5, 20, 1.5, 20, 10]
     assert clock.slept == [*one, *one, 500]
 
 
@@ -141,7 +143,7 @@ def messages(world, shape, lowered, *, sleeps):
     if sleeps:
         rank = mesh.coordinate("pp")
         units = {
-            stage: ((0.0, 0.0),) * (count + (stage == 0) + (stage == shape.num_stages - 1))
+            stage: ((0.0, 0.0, 0.0),) * (count + (stage == 0) + (stage == shape.num_stages - 1))
             for stage, count in enumerate(shape.layers_per_stage)
             if stage in shape.stages_of_rank(rank)
         }
