@@ -26,7 +26,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         metavar="INPUT",
         help="a plan, several plans or the output of search --json (scaling), run folders "
-        "(predicted against measured), or a CSV of measured runs (one figure per GPU generation)",
+        "or measured sweeps of examples/compare (predicted against measured), or a CSV of measured "
+        "runs (one figure per GPU generation)",
     )
     parser.add_argument(
         "-o",
@@ -100,8 +101,14 @@ def _table_figures(inputs: Sequence[Path]) -> dict[str, "Figure"]:
 def _plan_figure(inputs: Sequence[Path], kind: str | None) -> "Figure":
     from planner.files import read_json
     from planner.plan import read_plan
+    from planner.plots.sweep import is_sweep, read_sweep, runs_of
 
     documents = [read_json(path) for path in inputs]
+    if any(is_sweep(document) for document in documents):
+        _refuse_other_kinds(kind, ("measured",), "measured sweeps")
+        from planner.plots.accuracy import runs_figure
+
+        return runs_figure([run for path in inputs for run in runs_of(read_sweep(path))])
     searches = [d for d in documents if isinstance(d, dict) and "plans" in d]
     if searches or len(inputs) > 1 or kind == "scaling":
         _refuse_other_kinds(kind, ("scaling",), "searches or several plans")
