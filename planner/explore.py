@@ -5,7 +5,7 @@ The frontier hands out complete layouts in ascending bound; each one's layers ar
 the K-th incumbent, no layout of the space is faster than these.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from costmodels.layout import Layout, split_layers
@@ -15,7 +15,7 @@ from planner.costs import Costs
 from planner.frontier import Frontier
 from planner.row_bounds import RowBounds
 from planner.space import Space
-from planner.splits import Limits, StatedSplit, best_split
+from planner.splits import FIRST_ANSWERS, MOST_ANSWERS, Limits, StatedSplit, best_split
 
 MOST_EXACT = 20000  # chosen: exact evaluations before the search gives up on a proof
 
@@ -80,33 +80,78 @@ def explore(
     )
     frontier = Frontier(space=space, bounds=bounds)
     frontier.start()
-    best: dict[tuple[object, ...], Incumbent] = {}
-    cutoff, open_bound, num_solved, num_exact = inf, inf, 0, 0
-    while num_exact < MOST_EXACT and (popped := frontier.pop(cutoff)) is not None:
+    ranking = _Ranking(costs=costs, limits=limits, stated=stated, top=top)
+    while ranking.num_exact < MOST_EXACT:
+        popped = frontier.pop(ranking.cutoff)
+        if popped is None or (stop_at_first and ranking.best):
+            break
         bound, row = popped
-        layout = even_layout(row, space.model.num_layers)
-        key = identity(layout)
-        worth = min(cutoff, best[key].seconds) if key in best else cutoff
-        if bound >= worth:
-            continue
-        outcome = best_split(costs, layout, limits, worth, stated)
-        num_solved, num_exact = num_solved + 1, num_exact + outcome.num_exact
-        if outcome.bound < min(worth, outcome.seconds):
-            open_bound = min(open_bound, outcome.bound)  # the solver's answers ran out
-        if outcome.layout is not None and outcome.seconds < worth:
-            reserved = costs.memory(outcome.layout).parts.reserved
-            best[key] = Incumbent(seconds=outcome.seconds, reserved=reserved, layout=outcome.layout)
-            cutoff = _cutoff(best, top)
-            if stop_at_first:
-                break
-    ranked = sorted(best.values(), key=lambda found: (found.seconds, found.reserved))
+        ranking.judge(bound, even_layout(row, space.model.num_layers), FIRST_ANSWERS)
+    if not stop_at_first:
+        ranking.finish()
+    ranked = sorted(ranking.best.values(), key=lambda found: (found.seconds, found.reserved))
     return Found(
         incumbents=tuple(ranked[:top]),
-        bound=min(open_bound, frontier.least_bound()),
+        bound=min(ranking.least_open(), frontier.least_bound()),
         frontier=frontier,
-        num_solved=num_solved,
-        num_exact=num_exact,
+        num_solved=ranking.num_solved,
+        num_exact=ranking.num_exact,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ranking:
+    """The best distinct layouts so far, and those whose splits are not settled.
+
+    Attributes:
+        best: The fastest layout of each identity.
+        cutoff: Seconds from which on a layout does not make the list.
+        waiting: Layouts with the bound of their splits not yet judged.
+
+    """
+
+    costs: Costs
+    limits: Limits
+    stated: StatedSplit
+    top: int
+    best: dict[tuple[object, ...], Incumbent] = field(default_factory=dict)
+    cutoff: float = inf
+    waiting: list[tuple[float, Layout]] = field(default_factory=list)
+    num_solved: int = 0
+    num_exact: int = 0
+
+    def judge(self, bound: float, layout: Layout, answers: int) -> None:
+        """Find a layout's best split, unless its bound says that it is not worth it."""
+        key = identity(layout)
+        worth = min(self.cutoff, self.best[key].seconds) if key in self.best else self.cutoff
+        if bound >= worth:
+            return
+        outcome = best_split(self.costs, layout, self.limits, worth, self.stated, answers=answers)
+        self.num_solved += 1
+        self.num_exact += outcome.num_exact
+        if outcome.bound < min(worth, outcome.seconds):
+            self.waiting.append((outcome.bound, layout))
+        if outcome.layout is not None and outcome.seconds < worth:
+            reserved = self.costs.memory(outcome.layout).parts.reserved
+            self.best[key] = Incumbent(
+                seconds=outcome.seconds, reserved=reserved, layout=outcome.layout
+            )
+            self.cutoff = self._cutoff()
+
+    def finish(self) -> None:
+        """Settle waiting layouts, best bound first; the cutoff is as good as it gets by now."""
+        waiting, self.waiting = sorted(self.waiting, key=lambda pair: pair[0]), []
+        for bound, layout in waiting:
+            self.judge(bound, layout, MOST_ANSWERS)
+
+    def least_open(self) -> float:
+        """Return the smallest bound of what was never settled; inf when all was."""
+        return min((bound for bound, _ in self.waiting), default=inf)
+
+    def _cutoff(self) -> float:
+        if len(self.best) < self.top:
+            return inf
+        return sorted(found.seconds for found in self.best.values())[self.top - 1]
 
 
 def identity(layout: Layout) -> tuple[object, ...]:
@@ -122,13 +167,6 @@ def identity(layout: Layout) -> tuple[object, ...]:
         layout.schedule,
         layout.stages_per_rank,
     )
-
-
-def _cutoff(best: dict[tuple[object, ...], Incumbent], top: int) -> float:
-    """Return the seconds from which on a layout does not make the list."""
-    if len(best) < top:
-        return inf
-    return sorted(found.seconds for found in best.values())[top - 1]
 
 
 def even_layout(row: LayoutTable, num_layers: int) -> Layout:

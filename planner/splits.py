@@ -19,7 +19,8 @@ from costmodels.terms import MemoryEstimate
 from planner.costs import Costs
 from planner.stage_problem import SPLIT_SCHEDULES, ScoredProblem
 
-MOST_ANSWERS = 24  # chosen: answers of the solver judged for one layout before it counts as open
+FIRST_ANSWERS = 2  # chosen: answers of the solver judged before a layout waits for a better cutoff
+MOST_ANSWERS = 64  # chosen: answers judged before a layout counts as open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,13 @@ class Outcome:
 
 
 def best_split(
-    costs: Costs, layout: Layout, limits: Limits, cutoff: float, stated: StatedSplit
+    costs: Costs,
+    layout: Layout,
+    limits: Limits,
+    cutoff: float,
+    stated: StatedSplit,
+    *,
+    answers: int = MOST_ANSWERS,
 ) -> Outcome:
     """Return the fastest split of a layout that fits.
 
@@ -78,12 +85,13 @@ def best_split(
         limits: Memory.
         cutoff: Splits of this many seconds or more are of no interest.
         stated: What the user fixed of the split.
+        answers: Splits of the solver that are judged at most.
 
     """
     split = stated.layers_per_stage
     if split is None and layout.num_stages > 1 and layout.stages_per_rank == 1:
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
-        return _solved(costs, layout, limits, cutoff, stated)
+        return _solved(costs, layout, limits, cutoff, stated, answers=answers)
     split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
     given = replace(layout, layers_per_stage=split)
     best, seconds = _lightest(costs, given, limits, stated)
@@ -159,7 +167,13 @@ def _fewest(reserved: Callable[[int], float], limit: float, least: int, most: in
 
 
 def _solved(
-    costs: Costs, layout: Layout, limits: Limits, cutoff: float, stated: StatedSplit
+    costs: Costs,
+    layout: Layout,
+    limits: Limits,
+    cutoff: float,
+    stated: StatedSplit,
+    *,
+    answers: int,
 ) -> Outcome:
     """Let CP-SAT name splits by ascending bound until the best exact value is proved."""
     from planner.cp_sat import solve  # noqa: PLC0415 - half a second that other searches save
@@ -171,7 +185,7 @@ def _solved(
         problem = replace(problem, least_recomputed=layers, most_recomputed=layers)
     best, seconds, bound = None, inf, inf
     known: list[tuple[int, ...]] = []
-    for _ in range(MOST_ANSWERS):
+    for _ in range(answers):
         interesting = scored.score(min(cutoff, seconds))
         answer = solve(replace(problem, cutoff=interesting, excluded=tuple(known)))
         bound = min(scored.seconds(answer.bound), seconds)

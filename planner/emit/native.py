@@ -16,6 +16,7 @@ from planner.emit.launch import launch_files, num_nodes, processes_per_node, tor
 from planner.emit.text import identifier
 from planner.plan import Plan, plan_text
 from planner.rules import runtime_violations, violations
+from planner.rules.native_jobs import job_refusals
 
 SCRIPT, PLAN_FILE = "train.py", "plan.json"
 
@@ -101,6 +102,9 @@ def refuse_unsupported(plan: Plan) -> None:
     if broken:
         reasons = "; ".join(violation.message for violation in broken)
         raise ValueError(f"the plan is illegal for native: {reasons}")
+    lacking = job_refusals(plan.model, plan.job)
+    if lacking:
+        raise ValueError(f"the native runtime does not run this job: {'; '.join(lacking)}")
 
 
 def train_script(plan: Plan) -> str:
