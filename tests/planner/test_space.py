@@ -14,6 +14,8 @@ from planner.axes import MOST_STAGES_PER_RANK, RANK_ORDERS
 from planner.constraints import Constraints
 from planner.rules import violations
 from planner.rules.allowed import divisors
+from planner.rules.native import NATIVE_RUNS, features
+from planner.rules.rule import Case
 from planner.space import census, legal_table, root, space_of, unfold
 
 
@@ -179,10 +181,14 @@ def test_rank_orders_with_one_placement_have_one_name():
 
 
 def test_runnable_layouts_need_nothing_that_the_native_runtime_lacks():
-    table = legal_table(space_of(mixtral(), job(), cluster(8), Constraints(runnable=True)))
-    assert not table.offload_optimizer.any()
-    schedules = {SCHEDULES[code] for code in set(table.schedule.tolist())}
-    assert schedules <= {Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}
+    unfused = job(flash_attention=False)
+    everything = legal_table(space_of(mixtral(), unfused, cluster(8), Constraints()))
+    runnable = legal_table(space_of(mixtral(), unfused, cluster(8), Constraints(runnable=True)))
+    case = Case(model=mixtral(), job=unfused, cluster=cluster(8), table=runnable)
+    lacking = {name: rows for name, rows in features(case).items() if name not in NATIVE_RUNS}
+    assert "cp-unfused" in lacking  # a ring needs the kernel that returns what merging needs
+    assert not any(rows.any() for rows in lacking.values())
+    assert 0 < len(runnable) < len(everything)
 
 
 def test_experts_may_ask_for_tokens():
