@@ -31,6 +31,7 @@ from costmodels.stage_sizes import V_SHAPED, SmallestStages, smallest_stages
 
 Column = NDArray[np.float64]
 
+_IN_ROUNDS = [SCHEDULES.index(s) for s in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)]
 _ROUNDING = 1 - 1e-9  # given away, so that rounding never lifts a bound over its exact value
 
 
@@ -171,8 +172,8 @@ def held_micro_batches(
 ) -> tuple[Column, Column]:
     """Return micro-batches in flight: the fewest of a rank's stages, and their sum.
 
-    With one stage per rank both are the same. An interleaved rank holds the first forwards of its
-    order, whole rounds stage by stage; of the others only the sum is used.
+    With one stage per rank both are the same. At the end of its warm-up a rank of a looped schedule
+    holds the first forwards of its order, whole rounds stage by stage; of a V only the sum is used.
     """
     schedule, chunks = table.schedule[rows][:, None], table.stages_per_rank[rows][:, None]
     micro_batches = table.num_micro_batches[rows][:, None]
@@ -182,6 +183,6 @@ def held_micro_batches(
     in_round = micro_batches // np.maximum(1, micro_batches // pipeline)
     cycles, rest = np.divmod(total, chunks * in_round)
     interleaved = cycles * in_round + np.maximum(0, rest - (chunks - 1) * in_round)
-    is_interleaved = schedule == SCHEDULES.index(Schedule.INTERLEAVED)
-    fewest = np.where(chunks == 1, total, np.where(is_interleaved, interleaved, 0))
+    in_rounds = np.isin(schedule, _IN_ROUNDS)
+    fewest = np.where(chunks == 1, total, np.where(in_rounds, interleaved, 0))
     return fewest.astype(np.float64), total.astype(np.float64)
