@@ -129,6 +129,7 @@ def _gemm_seconds(workload: Workload, pricing: Pricing) -> dict[int, Seconds]:
         gemm_efficiency=rate * np.where(low, rates.low_gemm_efficiency, rates.gemm_efficiency),
         k_fill=np.where(low, rates.low_k_fill, rates.k_fill),
         num_sms=rates.num_sms,
+        tail_share=rates.tail_share,
         memory_bandwidth=rates.memory_bandwidth,
         memory_efficiency=rates.memory_efficiency,
         kernel_gap=rates.kernel_gap,

@@ -24,16 +24,16 @@ from costmodels.collective_costs import exposed_seconds
 from costmodels.estimate import stragglers
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import AXES, Layout, Recompute
+from costmodels.layout import AXES, Layout, Recompute, Schedule
 from costmodels.layout_costs import (
     FULL_CODE,
     LayoutCosts,
     layout_costs,
     rank_state_seconds,
 )
-from costmodels.layout_table import RECOMPUTES, LayoutTable, table_of
+from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable, table_of
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.overlap import overlap_of
+from costmodels.overlap import overlap_of, passes_beside
 from costmodels.pipeline_bound import (
     BlockTotals,
     SplitLimits,
@@ -200,11 +200,15 @@ def _rest(
     reduce, gather, update = (np.asarray(sum(column)) / p for column in zip(*parts, strict=True))
     backward = totals.backward_input + totals.backward_weight
     backward = backward + np.where(table.recompute == FULL_CODE, totals.recompute, 0.0)
-    if overlap.reduces_each_micro_batch:
-        backward = backward * np.where(table.zero_stage == ZERO_2, table.num_micro_batches, 1)
+    interleaved = table.schedule == SCHEDULES.index(Schedule.INTERLEAVED)
+    passes = passes_beside(
+        np.where(interleaved, table.stages_per_rank, 1), p, table.num_micro_batches
+    )
+    each = overlap.reduces_each_micro_batch & (table.zero_stage == ZERO_2)
+    backward = backward * np.where(each, table.num_micro_batches, passes)
     if overlap.grad_reduce:
         reduce = exposed_seconds(reduce, backward / p, costs.rates)
     if overlap.param_gather:
-        gather = exposed_seconds(gather, totals.forward / p, costs.rates)
+        gather = exposed_seconds(gather, totals.forward * passes / p, costs.rates)
     rest: Values = reduce + gather + update
     return rest

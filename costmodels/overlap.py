@@ -11,6 +11,9 @@ beside weight gradients) and `DistributedDataParallel(overlap_grad_reduce)`; PyT
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from costmodels.compiled.compute import Value
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Schedule
 
@@ -62,6 +65,25 @@ def overlap_of(job: TrainingJob) -> Overlap:
         gathers_each_tensor=target is Target.DEEPSPEED,
         reduces_each_micro_batch=target in (Target.DEEPSPEED, Target.NATIVE),
     )
+
+
+def passes_beside(
+    stages_per_rank: Value, pipeline_parallel: Value, num_micro_batches: Value
+) -> Value:
+    """Return in how many passes of a rank's layers its states may be reduced or gathered.
+
+    With one stage per rank that is the last (or first) micro-batch's. Interleaved stages are done
+    one after another, each in turns of a micro-batch per rank: all but one of a rank's v stages
+    have the turns of the stages that follow.
+
+    Args:
+        stages_per_rank: v; 1 where stages do not take turns.
+        pipeline_parallel: Ranks of the pipeline.
+        num_micro_batches: Micro-batches of a step; a turn has no more.
+
+    """
+    turn = np.minimum(pipeline_parallel, num_micro_batches)
+    return (1 + (stages_per_rank - 1) * turn) / stages_per_rank
 
 
 def sends_hold_rank(job: TrainingJob, schedule: Schedule) -> bool:

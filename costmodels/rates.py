@@ -28,6 +28,7 @@ class Rates:
         low_gemm_efficiency: Share of `low_peak`.
         k_fill: Fill and drain of a tile in units of k, at `peak`; it takes the same time, so more
             k, at `low_peak`.
+        tail_share: Share of the last wave's idle time that a product loses.
         host_launch: Seconds of the host per kernel; nothing when launches are replayed.
         misaligned: Rate of products whose rows do not start on 128-byte lines, relative.
         host_sync: Seconds for which the host waits where it must read a result of the device.
@@ -45,6 +46,7 @@ class Rates:
     low_gemm_efficiency: float
     k_fill: float
     num_sms: int
+    tail_share: float
     memory_bandwidth: float
     memory_efficiency: float
     kernel_gap: float
@@ -98,6 +100,7 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
         low_gemm_efficiency=efficiency * relative,
         k_fill=constants["k_fill"],
         num_sms=device.num_sms,
+        tail_share=constants["tail_share"],
         memory_bandwidth=device.memory_bandwidth,
         memory_efficiency=constants["memory_efficiency"],
         kernel_gap=constants["kernel_gap"],
@@ -133,8 +136,9 @@ def _power_share(job: TrainingJob, profile: HardwareProfile) -> float:
     """Return the power that the board may draw, relative to the generation's full part."""
     share = profile.calibration["limited_power_share"] if job.switches.power_limited else 1.0
     if profile.device.power_watts is not None:
-        share = min(share, profile.device.power_watts / profile.calibration["full_power_watts"])
-    return min(share, 1.0)
+        full = profile.calibration["full_power_watts"]
+        share *= min(profile.device.power_watts / full, 1.0)
+    return share
 
 
 def _base_peak(job: TrainingJob, profile: HardwareProfile) -> float:

@@ -8,10 +8,10 @@ import numpy as np
 from costmodels.block_costs import BlockCosts
 from costmodels.collective_costs import exposed_seconds
 from costmodels.job import TrainingJob
-from costmodels.layout import Layout, Recompute
+from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.layout_costs import BlockTimes, LayoutCosts, rank_state_seconds
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.overlap import Overlap, sends_hold_rank
+from costmodels.overlap import Overlap, passes_beside, sends_hold_rank
 from costmodels.schedule import StageDurations, build_schedule, simulate
 
 ZERO_2 = 2
@@ -156,13 +156,21 @@ def rank_rest(
     reduce, gather, update = (float(part) for part in parts)
     forward, to_input, to_weight = stage_seconds(blocks)
     each = overlap.reduces_each_micro_batch and layout.zero_stage == ZERO_2
-    backward = (to_input + to_weight) * (layout.num_micro_batches if each else 1)
+    interleaved = layout.schedule is Schedule.INTERLEAVED
+    passes = float(
+        passes_beside(
+            layout.stages_per_rank if interleaved else 1,
+            layout.pipeline_parallel,
+            layout.num_micro_batches,
+        )
+    )
+    backward = (to_input + to_weight) * (layout.num_micro_batches if each else passes)
     return Rest(
         reduce=reduce,
         gather=gather,
         update=update,
         reduce_exposed=_left(reduce, backward, costs, hides=overlap.grad_reduce),
-        gather_exposed=_left(gather, forward, costs, hides=overlap.param_gather),
+        gather_exposed=_left(gather, forward * passes, costs, hides=overlap.param_gather),
     )
 
 

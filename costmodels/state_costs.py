@@ -29,7 +29,7 @@ from costmodels.parameters import embedding_parameters, head_parameters, layer_p
 from costmodels.placement import Placement, Tiers
 from costmodels.rates import Rates
 from costmodels.shard import padded_rows
-from costmodels.states import bytes_per_weight
+from costmodels.states import bytes_per_weight, reduced_bytes
 from costmodels.targets import BEHAVIOURS
 from costmodels.units import MB
 
@@ -156,7 +156,7 @@ def state_costs(
     for groups in _dense_and_experts(placement):
         once = (table.zero_stage >= 1) & (table.zero_stage < ZERO_3)
         gathered = _per_byte("all_gather", groups.zero, rates) * per_weight.working
-        reduce.append(_reduce_per_weight(per_weight.gradient, groups, table, rates))
+        reduce.append(_reduce_per_weight(reduced_bytes(job), groups, table, rates))
         gather.append(np.where(once, gathered, 0.0))
         update.append(_update_per_weight(job, table, groups.zero, rates))
     repeats = _reductions_per_step(job, table)
@@ -249,7 +249,7 @@ def block_gathers(
     for count, groups in zip(counts, _dense_and_experts(placement), strict=True):
         shards = groups.zero.ranks
         gather = gather + collective_seconds("all_gather", count * working, groups.zero, rates)
-        gradients = count * weights.trained * per_weight.gradient
+        gradients = count * weights.trained * reduced_bytes(job)
         reduce = reduce + collective_seconds("reduce_scatter", gradients, groups.zero, rates)
         across = collective_seconds("all_reduce", gradients / shards, groups.replica, rates)
         reduce = reduce + across

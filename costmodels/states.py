@@ -102,6 +102,13 @@ def bytes_per_weight(job: TrainingJob) -> BytesPerWeight:
     )
 
 
+def reduced_bytes(job: TrainingJob) -> int:
+    """Return the bytes of a gradient on the wire, which is what runtimes reduce in, not keep."""
+    if job.grad_dtype is None and BEHAVIOURS[job.target].reduces_in_16_bits:
+        return 4 if job.precision is Precision.FP32 else 2
+    return min(4, bytes_per_weight(job).gradient)
+
+
 def _gradient_bytes(job: TrainingJob, behaviour: FrameworkBehaviour) -> int:
     if job.grad_dtype is not None:
         fp32 = 6 if behaviour.fp32_gradients_beside else 4

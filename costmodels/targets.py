@@ -21,6 +21,8 @@ class FrameworkBehaviour:
         bf16_gradient_bytes: Gradient accumulation format of bf16 (and fp8) training.
         fp16_gradient_bytes: The same under fp16.
         fp32_gradients_beside: Under fp32 accumulation, 16-bit gradients exist too.
+        reduces_in_16_bits: Gradients travel in the format of the products, whatever they are kept
+            in.
         casts_to_master: At the step a shard's gradients are cast to the master weights' format,
             where that is another.
         step_bytes: Copies of its shard's gradients that the optimizer makes at the step, beside
@@ -72,6 +74,7 @@ class FrameworkBehaviour:
     bf16_gradient_bytes: int
     fp16_gradient_bytes: int
     fp32_gradients_beside: bool = False
+    reduces_in_16_bits: bool = False
     casts_to_master: bool = False
     step_bytes: int = 0
     flat_step_buffers: bool = False
@@ -183,11 +186,13 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         saves_gathered_input=True,
         logit_peak_bytes=10.0,
     ),
-    # Accelerate on FSDP: torch's own sharding, gradients in the reduce precision; selective
+    # Accelerate on FSDP: torch's own sharding; its mixed precision gathers and reduces in 16 bits
+    # (FullyShardedDataParallelPlugin.set_mixed_precision), shards of gradients are fp32; selective
     # checkpointing wraps a share of the blocks (as fms-fsdp does), half of them here.
     Target.ACCELERATE: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
+        reduces_in_16_bits=True,
         master_is_parameter=True,
         keeps_ends_gathered=True,
         saves_gathered_input=True,

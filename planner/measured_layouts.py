@@ -72,6 +72,10 @@ def read_layouts(
         )
     if row["micro_batch"]:
         sizes: tuple[int, ...] = (integer(row, "micro_batch"),)
+    elif job.target is Target.TORCHTITAN and pipeline_parallel > 1:
+        # Its default: a replica's batch in as many micro-batches as the pipeline has ranks.
+        sizes = (max(1, per_replica // pipeline_parallel),)
+        notes.append("micro-batch not stated: one for each rank of the pipeline")
     else:
         sizes = tuple(size for size in (1, 2, 4, 8) if per_replica % size == 0)
         notes.append("micro-batch not stated: the fastest that fits")

@@ -59,6 +59,14 @@ PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the 
 
 UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
 
+# Which fused attention stands for a software that names none; FlashAttention-2 elsewhere.
+FUSED_KERNELS = (
+    ("llm-foundry", "flash-1", "MPT's linear biases run in Triton's FlashAttention-1"),
+)
+
+# Tags of gradients that are kept, or reduced, in fp32.
+WIDE_GRADIENTS = frozenset({"grads-fp32", "grad-reduce-fp32"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredJob:
@@ -136,7 +144,7 @@ def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
         precision = Precision(family)
     else:
         notes.append(f"precision {row['precision']} taken as {precision.value}")
-    grad_dtype = "bf16" if "grads-bf16" in tags else "fp32" if "grads-fp32" in tags else None
+    grad_dtype = "bf16" if "grads-bf16" in tags else "fp32" if tags & WIDE_GRADIENTS else None
     return TrainingJob(
         seq_len=integer(row, "seq_len"),
         global_batch_size=batch,
@@ -148,9 +156,14 @@ def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
     )
 
 
+def _fused_kernel(framework: str) -> str:
+    name = framework.lower()
+    return next((kernel for key, kernel, _ in FUSED_KERNELS if key in name), "flash-2")
+
+
 def _switches(row: Row, tags: frozenset[str]) -> Switches:
     kernels = ("flash-2", "flash-1", *UNFUSED_KERNELS)
-    default = "flash-2" if row["flash"] != "0" else "fused-softmax"
+    default = _fused_kernel(row["framework"]) if row["flash"] != "0" else "fused-softmax"
     kernel = next((tag for tag in kernels if tag in tags), default)
     # Silent rows are vendors' tuned runs, which send a token once per node.
     dispatchers = ("alltoall", "deepep", "hybridep")
@@ -168,7 +181,8 @@ def _switches(row: Row, tags: frozenset[str]) -> Switches:
         expert_dispatch=dispatch,
         cuda_graphs=graphs,
         compile=True if row["compile"] == "1" else False if row["compile"] == "0" else None,
-        balanced_routing="forced-balance" in tags,
+        # Speed tables of expert models even their routing out, also where they do not say so.
+        balanced_routing=True,
         expandable_segments="expandable-segments" in tags,
         fp8_all_gather="fp8-all-gather" in tags,
         power_limited="power-limited" in tags,

@@ -14,15 +14,19 @@ class Gemm(NamedTuple):
     seconds: Value
 
 
-def gemm(*, count: Value, element_bytes: Value, gemm_efficiency: Value, k: Value, k_fill: Value, kernel_gap: Value, m: Value, memory_bandwidth: Value, memory_efficiency: Value, n: Value, num_sms: Value, peak: Value) -> Gemm:
+def gemm(*, count: Value, element_bytes: Value, gemm_efficiency: Value, k: Value, k_fill: Value, kernel_gap: Value, m: Value, memory_bandwidth: Value, memory_efficiency: Value, n: Value, num_sms: Value, peak: Value, tail_share: Value) -> Gemm:
     """Seconds of a matrix product, or of several of one shape in one launch."""
     t_0 = count/num_sms
     t_1 = t_0*np.ceil((1/128)*n)
-    t_2 = num_sms*(k + k_fill)/(gemm_efficiency*peak)
-    t_3 = np.ceil((1/128)*m)
-    t_4 = t_0*np.ceil((1/64)*n)
+    t_2 = t_1*np.ceil((1/256)*m)
+    t_3 = num_sms*(k + k_fill)/(gemm_efficiency*peak)
+    t_4 = np.ceil((1/128)*m)
+    t_5 = t_1*t_4
+    t_6 = t_0*np.ceil((1/64)*n)
+    t_7 = t_4*t_6
+    t_8 = t_6*np.ceil((1/64)*m)
     return Gemm(
-        seconds=kernel_gap + np.maximum(np.minimum(np.minimum(np.minimum(65536*t_2*np.ceil(t_1*np.ceil((1/256)*m)), (655360/19)*t_2*np.ceil(t_1*t_3)), 20480*t_2*np.ceil(t_3*t_4)), (40960/3)*t_2*np.ceil(t_4*np.ceil((1/64)*m))), count*element_bytes*(k*m + k*n + m*n)/(memory_bandwidth*memory_efficiency)),
+        seconds=kernel_gap + np.maximum(np.minimum(np.minimum(np.minimum(65536*t_3*np.maximum(tail_share*(-t_2 + np.ceil(t_2)) + t_2, 1), (655360/19)*t_3*np.maximum(tail_share*(-t_5 + np.ceil(t_5)) + t_5, 1)), 20480*t_3*np.maximum(tail_share*(-t_7 + np.ceil(t_7)) + t_7, 1)), (40960/3)*t_3*np.maximum(tail_share*(-t_8 + np.ceil(t_8)) + t_8, 1)), count*element_bytes*(k*m + k*n + m*n)/(memory_bandwidth*memory_efficiency)),
     )
 
 

@@ -37,6 +37,7 @@ peak = Quantity("peak", "FLOP/s", "dense peak rate in the operands' format")
 gemm_efficiency = Quantity("gemm_efficiency", "1", "share of the peak that large products sustain")
 k_fill = Quantity("k_fill", "1", "filling and draining of a tile, in units of k")
 num_sms = Quantity("num_sms", "1", "multiprocessors")
+tail_share = Quantity("tail_share", "1", "share of the last wave's idle time that is lost")
 memory_bandwidth = Quantity("memory_bandwidth", "bytes/s", "peak bandwidth of device memory")
 memory_efficiency = Quantity("memory_efficiency", "1", "share of it that long passes sustain")
 kernel_gap = Quantity("kernel_gap", "s", "device time that each kernel loses at its ends")
@@ -60,7 +61,10 @@ TILES = (
 
 def _tiled_seconds(rows: int, columns: int, relative_rate: Rational) -> Expr:
     """Return the arithmetic time of a product cut into tiles of one shape."""
-    waves = Ceil(count * Ceil(m / rows) * Ceil(n / columns) / num_sms)
+    full = count * Ceil(m / rows) * Ceil(n / columns) / num_sms
+    # Idle multiprocessors of the last wave are not all lost: products split their inner dimension
+    # over them, the next kernel starts there, and the power that they leave raises the clock.
+    waves = Maximum(full + tail_share * (Ceil(full) - full), 1)
     sm_rate = peak * gemm_efficiency * relative_rate / num_sms
     return waves * 2 * rows * columns * (k + k_fill) / sm_rate
 

@@ -12,6 +12,7 @@ reached. Their product is what the fit finds.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from costmodels.compiled import collectives, compute
 from costmodels.least_squares import Fit, Unknown, fit
+from costmodels.profile_toml import own_constants
 from runtime.measure.samples import Sample
 
 Vector = NDArray[np.float64]
@@ -98,6 +100,9 @@ def fit_products(
     """
     products = [s for s in samples if s.formula == "gemm"]
     formats = sorted({s.precision for s in products})
+    # Too few products end in a part of a wave to tell; the common constant stands.
+    tail_share = own_constants("common")["tail_share"].value
+    assert isinstance(tail_share, Decimal | int)  # checked by the reader
     best = {f: max(s.flops / s.seconds for s in products if s.precision == f) for f in formats}
 
     def predict(values: Vector) -> Vector:
@@ -109,6 +114,7 @@ def fit_products(
                 gemm_efficiency=1.0,
                 k_fill=values[-1],
                 num_sms=num_sms,
+                tail_share=float(tail_share),
                 memory_bandwidth=memory_bandwidth,
                 memory_efficiency=1.0,
                 kernel_gap=gap,

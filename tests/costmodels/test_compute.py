@@ -12,6 +12,7 @@ DEVICE = {
     "gemm_efficiency": 1.0,
     "k_fill": 0,
     "num_sms": 128,
+    "tail_share": 1.0,
     "memory_bandwidth": 3000.0 * GB,
     "memory_efficiency": 1.0,
     "kernel_gap": 0.0,
@@ -32,6 +33,20 @@ def test_a_product_of_whole_waves_runs_at_the_peak():
 def test_one_tile_more_than_a_wave_costs_a_wave_of_smaller_tiles():
     full, over = seconds(4096, 4096, 4096), seconds(4096 + 1, 4096, 4096)
     assert 1.01 * full < over < 1.3 * full
+
+
+def test_a_part_of_the_last_wave_is_lost():
+    # 4096 x 4224 makes 16 * 33 tiles of 256 x 128 on 128 multiprocessors: 4.125 waves, of which
+    # four are full. Of the idle 0.875 nothing costs time, or a quarter.
+    wave = seconds(4096, 4096, 4096) / 4
+    for share, waves in ((0.0, 4.125), (0.25, 4.34375)):
+        assert seconds(4096, 4224, 4096, tail_share=share) == pytest.approx(waves * wave)
+
+
+def test_less_than_a_wave_takes_a_whole_one():
+    # One tile of 64 x 64, at 0.6 of the rate, whatever the other multiprocessors do.
+    alone = seconds(64, 64, 4096, tail_share=0.0)
+    assert alone == pytest.approx(2 * 64 * 64 * 4096 * 128 / 0.6e15)
 
 
 def test_a_product_of_few_rows_is_bound_by_reading_its_weight():

@@ -18,6 +18,7 @@ from costmodels.states import (
     head_states,
     layer_states,
     padded_vocab_size,
+    reduced_bytes,
 )
 
 DENSE = LayerKind(window=None, has_experts=False)
@@ -211,3 +212,15 @@ def test_more_sharding_never_takes_more(stage, replicas, tensor, target):
     )
     spent = layer_states(LLAMA, job(target=target), DENSE, few).total
     assert layer_states(LLAMA, job(target=target), DENSE, more).total <= spent
+
+
+def test_accelerate_reduces_in_16_bits_what_it_keeps_in_32():
+    job = TrainingJob(seq_len=2048, global_batch_size=8, target=Target.ACCELERATE)
+    assert (reduced_bytes(job), bytes_per_weight(job).gradient) == (2, 4)
+    assert reduced_bytes(replace(job, grad_dtype="fp32")) == 4
+    assert reduced_bytes(replace(job, precision=Precision.FP32)) == 4
+
+
+def test_deepspeed_sends_one_of_the_two_gradients_that_it_keeps():
+    job = TrainingJob(seq_len=2048, global_batch_size=8, target=Target.DEEPSPEED, grad_dtype="fp32")
+    assert (reduced_bytes(job), bytes_per_weight(job).gradient) == (4, 6)

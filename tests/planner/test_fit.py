@@ -54,7 +54,7 @@ def test_the_fit_recovers_the_constants_that_made_the_data(samples, parameters):
     found = fit.fit_constants(made, parameters, rounds=3)
     predicted = np.abs(np.expm1(found.errors))
     before = fit.fit_constants(made, parameters, rounds=0)
-    assert predicted.max() < 0.01
+    assert predicted.max() < 0.02  # what the pull to the middle of the bounds leaves
     assert predicted.mean() < np.abs(np.expm1(before.errors)).mean() / 4
 
 

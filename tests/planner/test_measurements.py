@@ -115,6 +115,28 @@ def test_what_cannot_be_expressed_says_why(runs, change, word):
         interpret({**run, **change})
 
 
+def test_a_silent_torchtitan_pipeline_has_a_micro_batch_for_each_rank(runs):
+    run = first(runs, "torchtitan/H100-2024-12", pp="8", seq_len="8192")
+    asked = interpret(run)
+    # 256 sequences over 8 replicas, in 8 micro-batches of 4.
+    assert {one.num_micro_batches for one in asked.layouts} == {8}
+    assert {one.micro_batch_size for one in asked.layouts} == {4}
+    assert "micro-batch not stated" in asked.note
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel", "gradients"),
+    [("llm-foundry/H100-80", "flash-1", "fp32"), ("ibm-fms-fsdp/H100", "flash-2", None)],
+)
+def test_unnamed_kernels_and_wide_gradients_are_read(runs, family, kernel, gradients):
+    job = interpret(first(runs, family)).job
+    assert (job.switches.attention_kernel, job.grad_dtype) == (kernel, gradients)
+
+
+def test_speed_tables_of_expert_models_even_their_routing_out(runs):
+    assert interpret(first(runs, "moe-modelzoo/H100")).job.switches.balanced_routing
+
+
 def test_an_open_fp8_or_fp4_log_is_taken_as_fp8_and_said(runs):
     asked = interpret(next(run for run in runs if run["precision"] == "fp8|nvfp4"))
     assert asked.job.precision is Precision.FP8

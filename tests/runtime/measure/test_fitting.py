@@ -30,6 +30,7 @@ def gemm_sample(precision, peak, shape, *, efficiency=0.8, k_fill=100, slowed=1.
         gemm_efficiency=efficiency,
         k_fill=k_fill,
         num_sms=1,
+        tail_share=1.0,
         memory_bandwidth=BANDWIDTH,
         memory_efficiency=1.0,
         kernel_gap=GAP,
