@@ -67,7 +67,8 @@ class Trainer:
         self._recorder = (
             Recorder(options.output, plan, resumed=self.step > 0) if world.rank == 0 else None
         )
-        self._stop = False
+        self._asked_to_stop = False  # this rank alone; set by a signal at any moment
+        self._stop = False  # all ranks; set where they agree, and nowhere else
         self._start = time.perf_counter()
         if world.rank == 0:
             for warning in program.warnings:
@@ -151,7 +152,7 @@ class Trainer:
 
     def _agree(self, memory: tuple[float, float]) -> tuple[float, float]:
         """Return the fullest rank's memory; on the way, all learn whether one must stop."""
-        mine = torch.tensor([*memory, float(self._stop)], dtype=torch.float32)
+        mine = torch.tensor([*memory, float(self._asked_to_stop)], dtype=torch.float32)
         largest = collectives.all_reduce(
             mine.to(self._mesh.device), self._mesh.group("world"), "max"
         )
@@ -160,7 +161,7 @@ class Trainer:
         return allocated, reserved
 
     def _ask_to_stop(self, signum: int, frame: object) -> None:  # noqa: ARG002  (a handler)
-        self._stop = True
+        self._asked_to_stop = True
 
     def _finish(self) -> None:
         self._run_state.finish()

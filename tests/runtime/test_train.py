@@ -155,7 +155,8 @@ def wait_for_steps(folder, job, seconds=90):
         if record.exists() and len(record.read_text().splitlines()) > 2:
             return
         time.sleep(0.1)
-    raise AssertionError("the job made no steps")
+    said = job.stderr.read() if job.poll() is not None else "it still runs"
+    raise AssertionError(f"the job made no steps: {said}")
 
 
 def pid_of_rank(rank, folder):
