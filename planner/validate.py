@@ -237,14 +237,20 @@ def memory_ratio(row: Row) -> float | None:
     return reserved / measured
 
 
-def error_table(rows: Sequence[Row]) -> str:
-    """Return the table that `planner validate` prints: families, worst first, then totals."""
+def error_table(rows: Sequence[Row], worst: int | None = None) -> str:
+    """Return the table that `planner validate` prints: families, worst first, then totals.
+
+    Args:
+        rows: Rows with their predicted columns.
+        worst: Families to list; all by default. Totals are always over all of them.
+
+    """
     errors = family_errors(rows)
     lines = [f"{'family':<32} {'rows':>5} {'throughput':>10} {'bias':>8} {'memory':>8}"]
     lines += [
         f"{error.family[:32]:<32} {error.num_rows:>5} {_percent(error.throughput):>10} "
         f"{_percent(error.bias, sign=True):>8} {_percent(error.memory):>8}"
-        for error in errors
+        for error in errors[:worst]
     ]
     throughput = [error.throughput for error in errors if error.throughput is not None]
     memory = [error.memory for error in errors if error.memory is not None]

@@ -6,6 +6,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from planner.cli.flags import positive
+
 EXAMPLE = "planner validate measured.csv -o predicted.csv"
 
 
@@ -13,6 +15,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the verb's flags."""
     parser.add_argument("table", type=Path, metavar="CSV", help="measured runs")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="rows with predictions")
+    parser.add_argument(
+        "--worst", type=positive, metavar="N", help="list only the N families that err most"
+    )
     parser.add_argument(
         "--leave-out",
         choices=("family", "gpu"),
@@ -38,7 +43,7 @@ def run(arguments: Namespace) -> int:
             print(json.dumps(row))
     elif not arguments.output:
         sys.stdout.write(csv_text(done))
-    print(error_table(done), file=sys.stderr)
+    print(error_table(done, arguments.worst), file=sys.stderr)
     return 0
 
 
