@@ -57,7 +57,7 @@ class Scale:
     rounds: int
 
 
-WHOLE = Scale(model="20m", seq_len=128, batch=16, rounds=4)
+WHOLE = Scale(model="20m", seq_len=64, batch=16, rounds=4)
 TRIAL = Scale(model="tiny", seq_len=32, batch=16, rounds=1)
 
 

@@ -1,7 +1,7 @@
 """Samples of local work: matrix products, attention, passes over memory, empty kernels.
 
 Shapes are those of a decoder's layers on this kind of device: a row of the table is one projection
-of a small or a larger model. Every result is a new tensor, as in training.
+of a small or a larger model.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,10 @@ from runtime.measure.stopwatch import Stopwatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_WIDTH = 64
-# Results stay alive until they reach this, then all go, as activations do: memory that the C
-# library gave back in between is paid for again, page by page, most of a pass on a CPU.
-LIVE_BYTES = {"cpu": 128 * MIB, "cuda": 2**30}
+# Results go round through this much memory that the process already has, as activations do: out of
+# cache, but without the system's handing out of fresh pages, which a trainer pays in its first step
+# and which would be most of a pass on a CPU.
+ROUND_BYTES = {"cpu": 128 * MIB, "cuda": 2**30}
 EMPTY_ELEMENTS = 16
 # Causal kernels compute half the square: 2 products of 2 S^2 d / 2, and 5 backward.
 # Source: arXiv:2205.14135, algorithm 4.
@@ -110,8 +111,13 @@ def precisions(device: torch.device) -> tuple[str, ...]:
 def _pass_sample(watch: Stopwatch, size: int) -> Sample:
     x = torch.ones(size // 4, device=watch.device)
     y = torch.ones_like(x)
-    num_live = max(2, LIVE_BYTES[watch.device.type] // size)
-    seconds = watch.seconds(lambda: [x + y for _ in range(num_live)]) / num_live
+    results = [torch.ones_like(x) for _ in range(max(2, ROUND_BYTES[watch.device.type] // size))]
+
+    def go_round() -> None:
+        for result in results:
+            torch.add(x, y, out=result)
+
+    seconds = watch.seconds(go_round) / len(results)
     return sample("memory_pass", "fp32", seconds, moved=3 * size, kernels=1)
 
 

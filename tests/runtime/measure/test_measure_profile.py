@@ -99,7 +99,7 @@ def small_shapes(monkeypatch):
         products=((32, 64, 64), (64, 128, 128)), lengths=(32, 64), num_heads=2, passes=(4096, 65536)
     )
     monkeypatch.setitem(kernels.SHAPES, "cpu", small)
-    monkeypatch.setitem(kernels.LIVE_BYTES, "cpu", 2**18)
+    monkeypatch.setitem(kernels.ROUND_BYTES, "cpu", 2**18)
     monkeypatch.setitem(transfers.SIZES, "cpu", (1024, 16384))
     monkeypatch.setitem(transfers.OVERLAP_BYTES, "cpu", 16384)
     monkeypatch.setitem(transfers.OVERLAP_WIDTH, "cpu", 32)

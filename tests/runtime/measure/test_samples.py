@@ -24,7 +24,7 @@ def small_shapes(monkeypatch):
         products=((8, 16, 32),), lengths=(16,), num_heads=2, passes=(1024, 4096)
     )
     monkeypatch.setitem(kernels.SHAPES, "cpu", shapes)
-    monkeypatch.setitem(kernels.LIVE_BYTES, "cpu", 8192)
+    monkeypatch.setitem(kernels.ROUND_BYTES, "cpu", 8192)
 
 
 def test_samples_survive_the_way_to_the_parent():
