@@ -177,10 +177,18 @@ def around_pipeline(
     """Return what no split of a layout's layers changes of its step, at its least."""
     table = table_of([layout])
     costs = layout_costs(model, job, cluster, table, layout.recompute_modules)
+    once, stretch = around_rows(model, job, cluster, table, costs)
+    return AroundPipeline(once=float(once[0]), stretch=stretch)
+
+
+def around_rows(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable, costs: LayoutCosts
+) -> tuple[Values, float]:
+    """Return `once` and `stretch` of every layout of a table, from its costs."""
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
     rest = _rest(job, costs, counts, block_totals(costs, counts), table)
-    once = float(rest[0]) + cluster.profile.calibration["step_overhead"]
-    return AroundPipeline(once=once, stretch=(1 + stragglers(cluster)) * _ROUNDING)
+    once = rest + cluster.profile.calibration["step_overhead"]
+    return once, (1 + stragglers(cluster)) * _ROUNDING
 
 
 def _rest(

@@ -102,7 +102,7 @@ def pipeline_sums(
     layers = [times for _, times in costs.layers]
     p, v = table.pipeline_parallel.astype(np.float64), table.stages_per_rank.astype(np.float64)
     num_layers = np.full(len(table), float(sum(counts.values())))
-    again, main = _again(costs, table), _main_kind(costs, counts, table)
+    again, main = _again(costs, table), main_kind(costs, counts, table)
     shares = [times.forward / times.total for times in (costs.embedding, *layers, costs.head)]
     least = np.minimum.reduce([times.total for times in layers])
     fullest = np.ceil(num_layers / p)
@@ -150,7 +150,7 @@ def pipeline_lower_bound(
     general = makespan_lower_bound(
         table.schedule, p, table.stages_per_rank, table.num_micro_batches, sums
     )
-    main, again = _main_kind(costs, counts, table), _again(costs, table)
+    main, again = main_kind(costs, counts, table), _again(costs, table)
     redone = again * np.minimum(limits.recomputed, limits.layers)
     work = limits.last * main.total + main.redone(v * np.minimum(limits.recomputed, limits.layers))
     work = work + np.where(np.isin(table.schedule, _V_SHAPED), 0.0, costs.head.total)
@@ -171,7 +171,7 @@ def _again(costs: LayoutCosts, table: LayoutTable) -> Values:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _MainKind:
+class MainKind:
     """Seconds of a layer of the main kind, the cheapest window.
 
     Attributes:
@@ -200,7 +200,7 @@ class _MainKind:
         return least
 
 
-def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int], table: LayoutTable) -> _MainKind:
+def main_kind(costs: LayoutCosts, counts: dict[LayerKind, int], table: LayoutTable) -> MainKind:
     """Return the layer with experts, or without, whichever most layers are."""
     with_experts = sum(n for kind, n in counts.items() if kind.has_experts)
     main = with_experts > sum(counts.values()) - with_experts
@@ -213,7 +213,7 @@ def _main_kind(costs: LayoutCosts, counts: dict[LayerKind, int], table: LayoutTa
         values: Values = np.minimum.reduce([getattr(times, name) for times in of_kind])
         return values
 
-    return _MainKind(
+    return MainKind(
         forward=least(alike, "forward"),
         backward_input=least(alike, "backward_input"),
         backward_weight=least(alike, "backward_weight"),
@@ -236,7 +236,7 @@ def _levelled_work(
     layers places to spare: i of them beside the head leave d - i beside the embedding. Known for
     one stage per rank; with several, nothing is said (0).
     """
-    main = _main_kind(costs, counts, table)
+    main = main_kind(costs, counts, table)
     num_layers = max(
         sum(n for kind, n in counts.items() if kind.has_experts == has) for has in (True, False)
     )

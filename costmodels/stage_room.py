@@ -9,7 +9,7 @@ Recomputing k layers of each stage makes room for more: a stage of n layers with
 in flight holds n * states + f * (n * kept - min(k, n) * (kept - recomputed)).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,50 +29,101 @@ _SELECTIVE = RECOMPUTES.index(Recompute.SELECTIVE)
 _SLACK = 1e-9  # of a layer, given away to rounding
 
 
-def fullest_stage(
-    model: ModelSpec,
-    job: TrainingJob,
-    cluster: Cluster,
-    table: LayoutTable,
-    *,
-    limit: float,
-    recomputed: Column,
-) -> Column:
-    """Return layers of the main kind that some rank holds in every partition that fits, at least.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomGroup:
+    """Rows with one stage per rank and the same number of ranks; arrays of shape [rows, ranks].
+
+    Attributes:
+        rows: Positions in the table.
+        free: Bytes that a rank has for layers of the main kind.
+        states: Of one such layer; [rows, 1].
+        kept: Of its micro-batches in flight, kept whole.
+        recomputed: The same where it is recomputed in full.
+
+    """
+
+    rows: NDArray[np.int64]
+    free: Column
+    states: Column
+    kept: Column
+    recomputed: Column
+
+    def room(self, most_recomputed: Column) -> Column:
+        """Return whole layers that fit each rank, with at most so many of them recomputed."""
+        k = most_recomputed[:, None]
+        some = (self.free + k * (self.kept - self.recomputed)) / (self.states + self.kept)
+        every = self.free / (self.states + self.recomputed)
+        room: Column = np.floor(np.where(some >= k, some, np.minimum(every, k)) + _SLACK)
+        return room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRooms:
+    """The room of a table's ranks.
+
+    Attributes:
+        num_layers: Layers of the main kind.
+        mean: Such layers on the average rank, in whole layers, one entry per layout.
+
+    """
+
+    num_layers: int
+    mean: Column
+    groups: tuple[RoomGroup, ...]
+
+    def fullest(self, most_recomputed: Column) -> Column:
+        """Return layers of the main kind that some rank holds in every partition that fits.
+
+        Whole layers; inf where no partition fits. With several stages per rank, the mean.
+
+        Args:
+            most_recomputed: Layers that each stage recomputes in full, at most.
+
+        """
+        fullest = self.mean.copy()
+        for group in self.groups:
+            fullest[group.rows] = _level(group.room(most_recomputed[group.rows]), self.num_layers)
+        return fullest
+
+
+def stage_rooms(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable, *, limit: float
+) -> StageRooms:
+    """Return what the ranks of every layout have room for.
 
     Args:
         model: The network; the main kind (with experts or without) is that of most of its layers.
         job: What is trained per step.
         cluster: The machine.
-        table: Layouts that the rules allow; their full recomputation is not read.
+        table: Layouts that the rules allow, at least one; their full recomputation is not read.
         limit: Bytes that a rank may reserve.
-        recomputed: Layers that each stage recomputes in full, at most.
-
-    Returns:
-        Whole layers; inf where no partition fits. With several stages per rank, the mean.
 
     """
     kept = _bytes(model, job, cluster, table, None)
     again = _bytes(model, job, cluster, table, Recompute.FULL)
-    blocks = block_memory(model, job, cluster, table.take(np.arange(min(1, len(table)))))
+    blocks = block_memory(model, job, cluster, table.take(np.arange(1)))
     kinds = [(count_layers(model, kind.has_experts), not kind.has_experts) for kind in blocks.kinds]
     main = kinds.index(max(kinds))
-    num_layers = kinds[main][0]
-    fullest = np.ceil(num_layers / table.pipeline_parallel)
+    groups = []
     for pipeline in np.unique(table.pipeline_parallel[table.stages_per_rank == 1]):
         alike = (table.pipeline_parallel == pipeline) & (table.stages_per_rank == 1)
         rows = np.flatnonzero(alike)
         in_flight, _ = held_micro_batches(table, rows, np.arange(pipeline)[None, :])
-        besides = _besides(kept, rows, in_flight)
-        states = kept.states[rows, main][:, None]
-        of_kept = in_flight * kept.kept[rows, main][:, None]
-        of_again = in_flight * again.kept[rows, main][:, None]
-        free, k = np.maximum(limit - besides, 0.0), recomputed[rows][:, None]
-        some = (free + k * (of_kept - of_again)) / (states + of_kept)
-        every = free / (states + of_again)
-        room = np.floor(np.where(some >= k, some, np.minimum(every, k)) + _SLACK)
-        fullest[rows] = _level(room, num_layers)
-    return fullest
+        groups.append(
+            RoomGroup(
+                rows=rows,
+                free=np.maximum(limit - _besides(kept, rows, in_flight), 0.0),
+                states=kept.states[rows, main][:, None],
+                kept=in_flight * kept.kept[rows, main][:, None],
+                recomputed=in_flight * again.kept[rows, main][:, None],
+            )
+        )
+    num_layers = kinds[main][0]
+    return StageRooms(
+        num_layers=num_layers,
+        mean=np.ceil(num_layers / table.pipeline_parallel),
+        groups=tuple(groups),
+    )
 
 
 def _bytes(

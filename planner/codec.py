@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
+MAX_INTEGER = 2**53  # JSON readers agree on integers up to here (RFC 8259, section 6)
 SIGNIFICANT_DIGITS = 9  # chosen: beyond any model's truth, below float noise
 
 
@@ -139,9 +140,11 @@ def _decode_enum(kind: type[StrEnum], value: object, where: str) -> StrEnum:
 
 def _decode_plain(kind: Any, value: object, where: str) -> Any:  # noqa: ANN401
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) <= MAX_INTEGER else value
     if type(value) is not kind:  # exact: JSON true is not the number 1
         raise DecodeError(f"{where} must be {kind.__name__}, not {_shown(value)}")
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise DecodeError(f"{where} must be at most {MAX_INTEGER} in size, not {_shown(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise DecodeError(f"{where} must be a finite number, not {value}")
     return value

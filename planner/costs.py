@@ -6,6 +6,7 @@ another one in its place. Bounds hold for tables, exact answers are for one layo
     open_seconds       what no completion of a partial layout goes below
     seconds_bound      what no split of a layout's layers goes below
     memory_bound       the same for the bytes of the fullest rank
+    split_bound        time and memory together, where any split is considered
     least_recomputed   layers per stage that full recomputation must redo to fit
     seconds, memory    exact
 """
@@ -27,7 +28,7 @@ from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import SplitLimits
 from costmodels.recompute_bound import least_recomputed_layers
-from costmodels.stage_room import fullest_stage
+from costmodels.split_bound import SplitBound, split_bound
 from costmodels.terms import MemoryEstimate
 from planner.stage_problem import ScoredProblem, scored_problem
 
@@ -66,11 +67,8 @@ class Costs(Protocol):
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """Return layers per stage to recompute so that a rank may fit `limit` bytes; inf: never."""
 
-    def fullest_stage(self, table: LayoutTable, recomputed: Values, limit: float) -> Values:
-        """Return layers of the main kind that some rank holds in every split that fits.
-
-        Each stage recomputes at most so many layers in full; inf where no split fits.
-        """
+    def split_bound(self, table: LayoutTable, limit: float) -> SplitBound:
+        """Return the bounds of time under a memory limit, over all splits of one stage per rank."""
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """Return the exact memory of one layout."""
@@ -135,11 +133,9 @@ class ModelCosts:
             self.model, self.job, self.cluster, table, limit=limit, even_chunks=self.even_chunks
         )
 
-    def fullest_stage(self, table: LayoutTable, recomputed: Values, limit: float) -> Values:
+    def split_bound(self, table: LayoutTable, limit: float) -> SplitBound:
         """See Costs."""
-        return fullest_stage(
-            self.model, self.job, self.cluster, table, limit=limit, recomputed=recomputed
-        )
+        return split_bound(self.model, self.job, self.cluster, table, limit=limit)
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """See Costs."""

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,10 @@ def read_text(path: Path) -> str:
 
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
+        status = path.stat()
+        if stat.S_ISCHR(status.st_mode):  # /dev/zero never ends
+            raise ValueError(f"{path} is a device, no file")
+        if status.st_size > MAX_BYTES:
             raise ValueError(f"{path} is larger than {MAX_BYTES // 2**20} MiB")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -67,7 +67,8 @@ class RowBounds:
         most = np.full(len(table), float(self.space.model.num_layers) if FULL in codes else 0.0)
         for lean in self._leanest_states(table):
             full = np.minimum(full, self.costs.least_recomputed(lean, self.limit))
-            fullest = np.minimum(fullest, self.costs.fullest_stage(lean, most, self.limit))
+            rooms = self.costs.split_bound(lean, self.limit)
+            fullest = np.minimum(fullest, rooms.fullest(most))
             for code in codes - {FULL}:
                 held = self.costs.memory_bound(replace(lean, recompute=_filled(table, code)))
                 other = np.minimum(other, np.where(held <= self.limit, 0.0, inf))
@@ -92,14 +93,15 @@ class RowBounds:
         table, redone = orders.table, redone[parents]
         if not len(table):
             return orders, np.zeros(0)
-        is_full = table.recompute == FULL
-        most = np.where(is_full, float(self.space.model.num_layers), 0.0)
-        fullest = self.costs.fullest_stage(table, most, self.limit)
-        seconds = self._seconds(table, redone, fullest)
-        splits = is_full & (table.pipeline_parallel > 1) & (table.stages_per_rank == 1)
+        never = np.isinf(redone)
+        limits = self._limits(table, np.where(never, 1, redone), np.ones(len(table)))
+        seconds = np.where(never, inf, self.costs.seconds_bound(table, limits))
+        splits = (table.pipeline_parallel > 1) & (table.stages_per_rank == 1)
         rows = np.flatnonzero((seconds < cutoff) & splits)
         if len(rows):
-            seconds[rows] = self._recomputing_seconds(table.take(rows), redone[rows])
+            seconds[rows] = self._split_seconds(
+                table.take(rows), redone[rows], seconds[rows], cutoff
+            )
         return orders, seconds
 
     def _redone(self, table: LayoutTable) -> Values:
@@ -111,32 +113,30 @@ class RowBounds:
             redone[full] = np.maximum(needed, 1.0)
         return redone
 
-    def _recomputing_seconds(self, table: LayoutTable, least: Values) -> Values:
-        """Return the bound under full recomputation, over ranges of how many layers are redone.
+    def _split_seconds(
+        self, table: LayoutTable, least: Values, below: Values, cutoff: float
+    ) -> Values:
+        """Raise the bound of layouts whose splits are free; inf where none is below the cutoff.
 
-        Within a range the fewest give the time and the most give the room. More than lets the
-        layers lie evenly is never faster than that.
+        Under full recomputation it is the smallest over ranges of how many layers are redone:
+        within a range the fewest give the time, and the most give the room.
         """
+        splits = self.costs.split_bound(table, self.limit)
+        is_full = table.recompute == FULL
+        nothing = np.zeros(len(table))
+        if not is_full.any():
+            return splits.seconds(nothing, nothing, below, cutoff)
         bound = np.full(len(table), inf)
-        even = np.ceil(self.space.model.num_layers / table.pipeline_parallel)
-        is_open = np.ones(len(table), dtype=np.bool_)
-        first = 1
-        while first <= self.space.model.num_layers:
-            last = first + first // RANGE
-            rows = np.flatnonzero(is_open & (least <= last))
-            if len(rows):
-                some, most = table.take(rows), np.full(len(rows), float(last))
-                fullest = self.costs.fullest_stage(some, most, self.limit)
-                below = self._seconds(some, np.maximum(least[rows], first), fullest)
-                bound[rows] = np.minimum(bound[rows], below)
-                is_open[rows] = fullest > even[rows]
+        last, most = -1, self.space.model.num_layers
+        while last < most:
             first = last + 1
+            last = first + first // RANGE
+            counts = (is_full & (least <= last)) if first else ~is_full
+            redone = np.where(is_full, np.maximum(least, first), 0.0)
+            at_most = np.where(is_full, float(last), 0.0)
+            raised = splits.seconds(redone, at_most, below, cutoff)
+            bound = np.where(counts, np.minimum(bound, raised), bound)
         return bound
-
-    def _seconds(self, table: LayoutTable, redone: Values, fullest: Values) -> Values:
-        never = np.isinf(redone) | np.isinf(fullest)
-        limits = self._limits(table, np.where(never, 1, redone), np.where(never, 1, fullest))
-        return np.where(never, inf, self.costs.seconds_bound(table, limits))
 
     def _limits(self, table: LayoutTable, redone: Values, fullest: Values) -> SplitLimits:
         return split_limits(

@@ -87,6 +87,7 @@ def search(
         Layouts that fit, ranked by predicted speed; where none fits, those at risk.
 
     """
+    _refuse_impossible_splits(model, constraints)
     space = space_of(model, job, cluster, constraints)
     costs = ModelCosts(
         model=model,
@@ -117,6 +118,21 @@ def search(
         num_exact=found.num_exact,
         nearest_miss=miss,
     )
+
+
+def _refuse_impossible_splits(model: ModelSpec, constraints: Constraints) -> None:
+    """Raise ValueError where what is stated of the layers suits no layout of this model."""
+    split, layers = constraints.layers_per_stage, constraints.recompute_layers
+    if split is not None and sum(split) != model.num_layers:
+        raise ValueError(
+            f"--layers-per-stage {','.join(map(str, split))} sums to {sum(split)} layers, but "
+            f"{model.name} has {model.num_layers}; no layer is dropped silently"
+        )
+    if layers is not None and layers > model.num_layers:
+        raise ValueError(
+            f"--recompute-layers {layers} is more than the {model.num_layers} layers of "
+            f"{model.name}"
+        )
 
 
 def share_allowed(constraints: Constraints) -> float:

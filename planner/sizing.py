@@ -35,6 +35,8 @@ def counts_between(low: int, high: int, gpus_per_node: int) -> tuple[int, ...]:
     """
     if low > high:
         raise ValueError(f"--gpus {low}..{high}: a range goes from low to high")
+    if high > MOST_GPUS:
+        raise ValueError(f"--gpus {low}..{high}: a range goes up to {MOST_GPUS} GPUs")
     counts = {low, high}
     doubling = 1
     while doubling <= high:

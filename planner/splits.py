@@ -120,6 +120,8 @@ def _lightest(
     """
     layers = _recomputed(costs, layout, limits, stated, least)
     candidate = replace(layout, recompute_layers=layers)
+    if layers > max(layout.layers_per_stage):  # stated for a longer stage: the rules refuse it
+        return None, inf
     if is_worth(candidate) and limits.hold(costs.memory(candidate)):
         return candidate, costs.seconds(candidate)
     return None, inf

@@ -8,6 +8,7 @@ from planner.cli.flags import (
     add_input_flags,
     add_layout_flags,
     read_cluster,
+    read_data_parallel,
     read_hardware_flags,
     read_job,
     read_layout,
@@ -31,8 +32,8 @@ def run(arguments: Namespace) -> int:
 
     model = read_model_flag(arguments)
     cluster = read_cluster(arguments, read_hardware_flags(arguments))
-    per_forward = (arguments.data_parallel or 1) * (arguments.micro_batch_size or 1)
-    job = read_job(arguments, model, max(cluster.num_gpus, per_forward))
+    per_forward = read_data_parallel(arguments, cluster) * (arguments.micro_batch_size or 1)
+    job = read_job(arguments, model, max(cluster.num_gpus, per_forward), per_forward)
     layout = read_layout(arguments, model, job, cluster)
     judgement = judge(model, job, cluster, layout)
     if arguments.json:

@@ -6,8 +6,10 @@ Only argparse and plain enumerations are imported at module level, so that `--he
 import argparse
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+from costmodels.config_keys import MAX_COUNT
 from costmodels.hardware import Cluster, HardwareProfile
 from costmodels.job import Optimizer, Precision, Switches, Target, TrainingJob
 from costmodels.layout import (
@@ -23,6 +25,8 @@ from costmodels.units import GIB
 
 DEFAULT_SEQ_LEN = 8192
 DEFAULT_TOKENS = 4 * 2**20  # tokens per step where --global-batch-size is left out
+MAX_STAGES = 2**16  # chosen: beyond any pipeline, and a split of so many can still be listed
+MAX_TAKEN_GIB = 2**20  # chosen: beyond any card
 
 # Axis, long name, short name: both spellings work everywhere.
 DEGREES = (
@@ -45,6 +49,8 @@ def positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    if value > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{value} is more than {MAX_COUNT}")
     return value
 
 
@@ -152,20 +158,25 @@ def read_gpus(text: str) -> int | range | None:
         raise ValueError(f"--gpus: {error} (a count, auto, or a range 8..1024)") from None
 
 
-def read_job(arguments: Namespace, model: ModelSpec, batch_multiple: int) -> TrainingJob:
+def read_job(
+    arguments: Namespace, model: ModelSpec, batch_multiple: int, per_forward: int = 1
+) -> TrainingJob:
     """Return the job that the flags describe.
 
     Args:
         arguments: Parsed flags.
         model: Gives the default length.
         batch_multiple: Where no batch is given, the default is moved to a multiple of this.
+        per_forward: Sequences of one forward on all ranks; a default batch that cannot be moved
+            so far is moved to a multiple of these.
 
     """
     seq_len = arguments.seq_len or min(model.training_seq_len, DEFAULT_SEQ_LEN)
     flash = arguments.attention == "flash"
     return TrainingJob(
         seq_len=seq_len,
-        global_batch_size=arguments.global_batch_size or default_batch(seq_len, batch_multiple),
+        global_batch_size=arguments.global_batch_size
+        or default_batch(seq_len, batch_multiple, per_forward),
         precision=Precision(arguments.precision),
         flash_attention=flash,
         optimizer=Optimizer(arguments.optimizer),
@@ -178,11 +189,26 @@ def read_job(arguments: Namespace, model: ModelSpec, batch_multiple: int) -> Tra
     )
 
 
-def default_batch(seq_len: int, multiple: int) -> int:
-    """Return about 4 M tokens in sequences, as a multiple where that stays within a factor 2."""
+def default_batch(seq_len: int, multiple: int, per_forward: int = 1) -> int:
+    """Return about 4 M tokens in sequences, as a multiple where that stays within a factor 2.
+
+    Where it does not, the nearest batch of whole forwards.
+    """
     wanted = max(1, round(DEFAULT_TOKENS / seq_len))
-    moved = max(1, round(wanted / multiple)) * multiple
-    return moved if moved <= 2 * wanted else wanted
+    moved = _nearest_multiple(wanted, multiple)
+    return moved if moved <= 2 * wanted else _nearest_multiple(wanted, per_forward)
+
+
+def _nearest_multiple(number: int, step: int) -> int:
+    return max(1, round(number / step)) * step
+
+
+def read_data_parallel(arguments: Namespace, cluster: Cluster) -> int:
+    """Return --dp, or as many copies as the other degrees leave room for."""
+    if arguments.data_parallel is not None:
+        return int(arguments.data_parallel)
+    others = (arguments.tensor_parallel, arguments.pipeline_parallel, arguments.context_parallel)
+    return max(1, cluster.num_gpus // prod(degree or 1 for degree in others))
 
 
 def read_layout(
@@ -194,11 +220,7 @@ def read_layout(
     down and the rules report both sides.
     """
     degree: dict[str, Any] = {name: getattr(arguments, name) or 1 for name, _, _ in DEGREES}
-    model_parallel = (
-        degree["tensor_parallel"] * degree["pipeline_parallel"] * degree["context_parallel"]
-    )
-    if arguments.data_parallel is None:
-        degree["data_parallel"] = max(1, cluster.num_gpus // model_parallel)
+    degree["data_parallel"] = read_data_parallel(arguments, cluster)
     shards = degree["data_parallel"] * degree["context_parallel"]
     per_forward = degree["data_parallel"] * degree["micro_batch_size"]
     num_stages = degree["pipeline_parallel"] * degree["stages_per_rank"]
@@ -232,7 +254,12 @@ def _default_schedule(stages_per_rank: int) -> Schedule:
 
 
 def _default_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    # More stages than layers is for the rules to refuse, with both numbers.
+    # More stages than layers is for the rules to refuse, with both numbers; they need the list.
+    if num_stages > MAX_STAGES:
+        raise ValueError(
+            f"--pp x --stages-per-rank makes {num_stages} stages of {num_layers} layers; "
+            f"at most {MAX_STAGES} can be judged"
+        )
     return split_layers(num_layers, num_stages)
 
 
@@ -252,6 +279,6 @@ def _gibibytes(text: str) -> float:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB") from None
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a memory size")
+    if not 0 <= value <= MAX_TAKEN_GIB:
+        raise argparse.ArgumentTypeError(f"{text} does not lie between 0 and {MAX_TAKEN_GIB} GiB")
     return value

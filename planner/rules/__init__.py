@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from costmodels.config_keys import MAX_COUNT
 from costmodels.hardware import Cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout
@@ -88,6 +89,8 @@ def violations(
     nonsense = tuple(f for f in POSITIVE_FIELDS if getattr(layout, f) < 1)
     if nonsense:
         return tuple(_below_one(layout, field) for field in nonsense)
+    if beyond := _beyond_tables(layout):
+        return beyond
     rules = rules_of(job.target)
     inputs = (model, job, cluster)
     split = broken_partition_rules(model, layout)
@@ -101,6 +104,8 @@ def runtime_violations(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
 ) -> tuple[Violation, ...]:
     """Return what keeps the native runtime of this version from executing a legal layout."""
+    if beyond := _beyond_tables(layout):
+        return beyond
     inputs = (model, job, cluster)
     rules = (*native.RULES, native.RUNTIME_SUPPORTS)
     broken = _broken((native.RUNTIME_SUPPORTS,), inputs, layout)
@@ -134,6 +139,23 @@ def _below_one(layout: Layout, field: str) -> Violation:
         message=f"{field} must be at least 1, not {value}",
         given={field: value},
         allowed={},
+    )
+
+
+def _beyond_tables(layout: Layout) -> tuple[Violation, ...]:
+    """Refuse sizes that no table can hold: 64-bit products of them would wrap to legal ones."""
+    sizes = {field: getattr(layout, field) for field in (*POSITIVE_FIELDS, "recompute_layers")}
+    sizes |= {"num_gpus": layout.num_gpus, "global_batch_size": layout.global_batch_size}
+    sizes["layers_per_stage"] = max(layout.layers_per_stage, default=0)
+    return tuple(
+        Violation(
+            rule="sizes_are_sane",
+            message=f"{name} must be at most {MAX_COUNT}, not {value}",
+            given={name: value},
+            allowed={},
+        )
+        for name, value in sizes.items()
+        if value > MAX_COUNT
     )
 
 

@@ -8,6 +8,7 @@ num_micro_batches fills the batch, and layers spread evenly where the number of 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from costmodels.config_keys import MAX_COUNT
 from costmodels.hardware import Cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import (
@@ -107,7 +108,7 @@ def _jobs(field: str, job: TrainingJob, layout: Layout) -> Iterator[TrainingJob]
 
 def _nearest_multiples(number: int, step: int) -> tuple[int, ...]:
     below = number // step * step
-    return tuple(m for m in dict.fromkeys((below, -(-number // step) * step)) if m > 0)
+    return tuple(m for m in dict.fromkeys((below, -(-number // step) * step)) if 0 < m <= MAX_COUNT)
 
 
 def _layouts(
@@ -142,6 +143,7 @@ def _candidates(
         "stages_per_rank": range(1, model.num_layers // layout.pipeline_parallel + 1),
         "offload": range(len(OFFLOADS)),
         "layers_per_stage": (0,),
+        "recompute_layers": range(1, max(layout.layers_per_stage, default=0) + 1),
     }
     return candidates[field]
 

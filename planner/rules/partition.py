@@ -13,14 +13,16 @@ def _not_in_tables(case: Case) -> Mask:
     return case.always(holds=True)
 
 
-def _split_rule(name: str, says: str, given: tuple[str, ...]) -> Rule:
+def _split_rule(
+    name: str, says: str, given: tuple[str, ...], blames: tuple[str, ...] = ("layers_per_stage",)
+) -> Rule:
     return Rule(
         name=name,
         reads=(),
         holds=_not_in_tables,
         says=says,
         given=given,
-        blames=("layers_per_stage",),
+        blames=blames,
     )
 
 
@@ -45,7 +47,8 @@ RECOMPUTE_LAYERS_FIT = _split_rule(
     "recompute_layers_fit",
     "--recompute-layers {recompute_layers} is for --recompute full (this is {recompute}) and at "
     "most the longest stage of {layers_per_stage}",
-    ("recompute_layers", "recompute"),
+    ("layers_per_stage",),
+    blames=("recompute_layers", "recompute"),
 )
 
 
