@@ -8,6 +8,8 @@ Everything here is SI: bytes, bytes/s, seconds, FLOP/s.
 import math
 from dataclasses import dataclass, field
 
+from costmodels.config_keys import MAX_COUNT
+
 
 def _require_positive(record: object, *names: str) -> None:
     """Refuse fields that are not finite and above 0: records also come from strangers' plans."""
@@ -181,6 +183,8 @@ class Cluster:
     def __post_init__(self) -> None:
         """Refuse clusters without GPUs."""
         _require_positive(self, "num_gpus", "gpus_per_node")
+        if self.num_gpus > MAX_COUNT:
+            raise ValueError(f"num_gpus must be at most {MAX_COUNT}, not {self.num_gpus}")
 
     @property
     def num_nodes(self) -> int:

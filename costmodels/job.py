@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from costmodels.config_keys import MAX_COUNT
+
 
 class Precision(StrEnum):
     """Number formats of matrix products."""
@@ -98,10 +100,14 @@ class TrainingJob:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no step can have."""
-        for name in ("seq_len", "global_batch_size"):
-            if getattr(self, name) < 1:
-                message = f"{name} must be at least 1, not {getattr(self, name)}"
+        for name in ("seq_len", "global_batch_size", "lora_rank"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_COUNT:
+                message = f"{name} must lie between 1 and {MAX_COUNT}, not {value}"
                 raise ValueError(message)
+        if self.memory_taken < 0:
+            message = f"memory_taken must be at least 0 bytes, not {self.memory_taken}"
+            raise ValueError(message)
         if self.grad_dtype not in (None, "fp32", "bf16"):
             message = f"grad_dtype must be fp32 or bf16, not {self.grad_dtype!r}"
             raise ValueError(message)

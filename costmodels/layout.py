@@ -89,6 +89,12 @@ class Layout:
     layers_per_stage: tuple[int, ...]
     rank_order: tuple[str, ...] = AXES
 
+    def __post_init__(self) -> None:
+        """Refuse orders that leave an axis out or name another."""
+        if self.rank_order != AXES and sorted(self.rank_order) != sorted(AXES):
+            message = f"rank_order must hold each of {', '.join(AXES)} once, not {self.rank_order}"
+            raise ValueError(message)
+
     @property
     def num_gpus(self) -> int:
         """GPUs that the layout fills."""

@@ -7,6 +7,8 @@ head_dim D, ffn_hidden_size F, vocab_size V.
 
 from dataclasses import dataclass
 
+from costmodels.config_keys import MAX_COUNT
+
 MAX_LAYERS = 10_000  # chosen: an order above any published model; a slip of the pen is larger
 
 _POSITIVE = (
@@ -192,6 +194,12 @@ class ModelSpec:
         """Refuse sizes that no network can have."""
         _require_at_least(1, self, *_POSITIVE)
         _require_at_least(0, self, "num_position_embeddings", "num_mtp_layers")
+        _require(self.norm_epsilon > 0, "norm_epsilon must be above 0", self.norm_epsilon)
+        _require(
+            0 < self.rope_fraction <= 1, "rope_fraction must lie in (0, 1]", self.rope_fraction
+        )
+        theta = self.rope_theta
+        _require(theta is None or theta > 0, "rope_theta must be above 0", theta)
         _require(self.num_layers <= MAX_LAYERS, f"num_layers above {MAX_LAYERS}", self.num_layers)
         _require(
             self.num_attention_heads % self.num_kv_heads == 0,
@@ -233,3 +241,4 @@ def _require_at_least(least: int, record: object, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         _require(value >= least, f"{name} must be at least {least}", value)
+        _require(value <= MAX_COUNT, f"{name} must be at most {MAX_COUNT}", value)
