@@ -147,8 +147,8 @@ def _profile_source(name_or_path: str) -> tuple[str, str]:
 
 def _read_file(path: Path) -> str:
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no regular file")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path}: cannot be read: no regular file")  # it may never end
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise ValueError(f"{path}: {size} bytes is too long for a profile")

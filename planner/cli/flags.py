@@ -208,7 +208,7 @@ def read_data_parallel(arguments: Namespace, cluster: Cluster) -> int:
     if arguments.data_parallel is not None:
         return int(arguments.data_parallel)
     others = (arguments.tensor_parallel, arguments.pipeline_parallel, arguments.context_parallel)
-    return max(1, cluster.num_gpus // prod(degree or 1 for degree in others))
+    return max(1, cluster.num_gpus // int(prod(degree or 1 for degree in others)))
 
 
 def read_layout(
