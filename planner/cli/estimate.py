@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 
 from planner.cli import NO_ANSWER
 from planner.cli.flags import (
@@ -26,6 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Judge the layout and print what came out; 1 where it is illegal or does not fit."""
+    from planner.axes import RANK_ORDERS
     from planner.contract import judgement_json
     from planner.judge import judge
     from planner.report import judgement_text
@@ -35,7 +37,12 @@ def run(arguments: Namespace) -> int:
     per_forward = read_data_parallel(arguments, cluster) * (arguments.micro_batch_size or 1)
     job = read_job(arguments, model, max(cluster.num_gpus, per_forward), per_forward)
     layout = read_layout(arguments, model, job, cluster)
-    judgement = judge(model, job, cluster, layout)
+    # As in a search, unstated ranks take the fastest order; the first of equals is the usual one.
+    orders = (arguments.rank_order,) if arguments.rank_order else RANK_ORDERS
+    judgement = min(
+        (judge(model, job, cluster, replace(layout, rank_order=order)) for order in orders),
+        key=lambda judged: judged.time.step_seconds if judged.time else 0.0,
+    )
     if arguments.json:
         print(json.dumps(judgement_json(judgement, model, job, cluster)))
     else:

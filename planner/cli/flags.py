@@ -13,6 +13,7 @@ from costmodels.config_keys import MAX_COUNT
 from costmodels.hardware import Cluster, HardwareProfile
 from costmodels.job import Optimizer, Precision, Switches, Target, TrainingJob
 from costmodels.layout import (
+    AXES,
     ContextParallelType,
     Layout,
     Offload,
@@ -95,6 +96,13 @@ def add_layout_flags(parser: ArgumentParser) -> None:
     _add_choice(parser, "--cp-type", ContextParallelType, ContextParallelType.RING)
     parser.add_argument("--offload", type=offloads, default=(), metavar="PARTS")
     parser.add_argument("--layers-per-stage", type=counts, metavar="N,N,...")
+    parser.add_argument(
+        "--rank-order",
+        type=rank_order,
+        metavar="AXES",
+        help=f"axes from the fastest-varying to the slowest, as {','.join(AXES)}; "
+        "default: the fastest order",
+    )
 
 
 def offloads(text: str) -> tuple[Offload, ...]:
@@ -110,6 +118,14 @@ def offloads(text: str) -> tuple[Offload, ...]:
     if Offload.PARAMETERS in chosen:  # parameters imply the optimizer
         chosen.add(Offload.OPTIMIZER)
     return tuple(part for part in Offload if part in chosen)
+
+
+def rank_order(text: str) -> tuple[str, ...]:
+    """Read an order of the axes (an argparse type)."""
+    order = tuple(text.split(","))
+    if sorted(order) != sorted(AXES):
+        raise argparse.ArgumentTypeError(f"{text!r} does not hold each of {', '.join(AXES)} once")
+    return order
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -149,3 +149,18 @@ def test_a_tampered_plan_gives_one_message(capsys, tmp_path, plan, verb, edit):
     status, out, err = answered(capsys, [verb, str(path), "--json"])
     assert status in (1, 2)
     assert key in err or key in out
+
+
+def test_estimate_places_ranks_as_search_does(capsys):
+    inputs = ["--model", "8b", "--gpus", "16", "--json", "--pp", "4"]
+    usual = json.loads(answered(capsys, ["estimate", *inputs, "--rank-order", "tp,cp,dp,pp"])[1])
+    best = json.loads(answered(capsys, ["estimate", *inputs])[1])
+    assert best["layout"]["rank_order"] == ["tp", "cp", "pp", "dp"]
+    assert best["time"]["step_seconds"] < usual["time"]["step_seconds"]
+    assert {**best["layout"], "rank_order": usual["layout"]["rank_order"]} == usual["layout"]
+
+
+def test_a_rank_order_that_lacks_an_axis_is_refused(capsys):
+    status, _, err = answered(capsys, [*ESTIMATE, "--rank-order", "tp,tp,dp,pp"])
+    assert status == 2
+    assert "each of tp, cp, dp, pp once" in err
