@@ -33,7 +33,7 @@ def read_model_columns(row: Row) -> ModelSpec:
     width = integer(row, "ffn_hidden", 0) or integer(row, "moe_ffn_hidden")
     gated = row["ffn_type"] in ("swiglu", "geglu")
     with_biases = row["ffn_type"] in ("gelu", "relu")
-    head_dim = integer(row, "head_dim", hidden // integer(row, "heads"))
+    head_dim = integer(row, "head_dim", hidden // max(1, integer(row, "heads")))
     model = ModelSpec(
         name=row["model"] or "unnamed",
         architecture="llama" if gated else "gpt2",
@@ -82,6 +82,9 @@ def integer(row: Row, column: str, default: int | None = None) -> int:
             raise UnsupportedRowError(f"{column} is not stated")
         return default
     try:
-        return int(float(text))
+        value = float(text)
     except ValueError:
         raise UnsupportedRowError(f"{column} is {text!r}, not a number") from None
+    if not value.is_integer():  # nor is NaN or an infinity
+        raise UnsupportedRowError(f"{column} is {text!r}, not a whole number")
+    return int(value)

@@ -17,7 +17,7 @@ from costmodels.units import GIB
 from planner.codec import rounded
 from planner.files import read_text
 from planner.judge import Judgement, Verdict, judge
-from planner.measured_model import Row, UnsupportedRowError
+from planner.measured_model import Row
 from planner.measurements import MeasuredJob, interpret
 
 PREDICTED = (
@@ -102,7 +102,7 @@ def predict(row: Row) -> dict[str, str]:
     """Return the predicted columns of one row, as text."""
     try:
         asked = interpret(row)
-    except UnsupportedRowError as error:
+    except ValueError as error:  # unsupported, or sizes that a record refuses
         return _columns(UNSUPPORTED, note=str(error))
     best = best_reading(asked)
     if best.memory is None or best.time is None:
