@@ -28,7 +28,7 @@ from layouts import real_layouts, sleeping_layouts  # noqa: E402
 from sweep import Sweep, run_sweep  # noqa: E402
 
 from costmodels.estimate import estimate_time  # noqa: E402
-from costmodels.hardware import HardwareProfile, make_cluster  # noqa: E402
+from costmodels.hardware import make_cluster  # noqa: E402
 from costmodels.job import Precision, TrainingJob  # noqa: E402
 from costmodels.profile_toml import read_profile  # noqa: E402
 from costmodels.profile_writer import profile_to_toml  # noqa: E402
@@ -67,21 +67,32 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", choices=(2, 4, 8), default=(2, 4, 8))
     parser.add_argument("--rounds", type=int, help=f"turns of each layout ({WHOLE.rounds})")
     parser.add_argument("--try", action="store_true", dest="is_trial", help="tiny and quick")
+    parser.add_argument("--calibrated", action="store_true", help="use the profiles that stand")
     parser.add_argument("--draw", action="store_true", help="only draw and report")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, metavar="FOLDER")
     given = parser.parse_args()
     scale = TRIAL if given.is_trial else WHOLE
     for num_ranks in () if given.draw else given.ranks:
-        measure(scale, num_ranks, given.rounds or scale.rounds, given.output)
+        measure(
+            scale,
+            num_ranks,
+            given.rounds or scale.rounds,
+            given.output,
+            is_calibrated=given.calibrated,
+        )
     return draw(given.output)
 
 
-def measure(scale: Scale, num_ranks: int, rounds: int, folder: Path) -> None:
+def measure(
+    scale: Scale, num_ranks: int, rounds: int, folder: Path, *, is_calibrated: bool
+) -> None:
     """Calibrate for a number of ranks, run their layouts and write the rows."""
     sleeps = num_ranks > (os.cpu_count() or 1)
-    say(f"{num_ranks} ranks, {'sleeps' if sleeps else 'real computation'}: calibrating")
+    say(f"{num_ranks} ranks, {'sleeps' if sleeps else 'real computation'}")
     profile_path = folder / "measured" / f"cpu-{num_ranks}.toml"
-    profile = calibrated(profile_path, num_ranks, sleeps=sleeps)
+    if not is_calibrated:
+        calibrate(profile_path, num_ranks)
+    profile = read_profile(str(profile_path), (SLEEPING_SLOWDOWN,) if sleeps else ())
     model = read_model(scale.model)
     job = TrainingJob(
         seq_len=scale.seq_len, global_batch_size=scale.batch, precision=Precision.FP32
@@ -109,8 +120,8 @@ def measure(scale: Scale, num_ranks: int, rounds: int, folder: Path) -> None:
     record = rows.Sweep(
         command=f"{COMMAND} --ranks {num_ranks} --rounds {rounds}",
         conditions=f"{os.cpu_count()} cores, {num_ranks} ranks with one thread each; load "
-        f"{loads[0]:.1f} before and {loads[1]:.1f} after; {rounds} rounds of "
-        f"{sweep.steps} steps in turns",
+        f"{loads[0]:.1f} before and {loads[1]:.1f} after; "
+        f"{len(seconds[0])} steps of each layout in turns",
         model=model,
         job=job,
         cluster=cluster,
@@ -119,11 +130,10 @@ def measure(scale: Scale, num_ranks: int, rounds: int, folder: Path) -> None:
     rows.write_sweep(record, folder / "measured" / f"ranks-{num_ranks}.json")
 
 
-def calibrated(path: Path, num_ranks: int, *, sleeps: bool) -> HardwareProfile:
-    """Measure this machine with that many ranks at once, write the profile and read it back."""
+def calibrate(path: Path, num_ranks: int) -> None:
+    """Measure this machine with that many ranks at once and write its profile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, profile_to_toml(measure_profile("cpu", num_ranks, say)))
-    return read_profile(str(path), (SLEEPING_SLOWDOWN,) if sleeps else ())
 
 
 def draw(folder: Path) -> int:

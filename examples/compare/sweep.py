@@ -31,6 +31,7 @@ from runtime.sleeping import SleepingUpdate, put_to_sleep
 from runtime.zero import ShardedStates
 
 TIMEOUT = 1800.0  # s for a whole sweep
+ROUNDS_SECONDS = 400.0  # a busy machine gets fewer rounds
 
 
 class Updates(Protocol):
@@ -46,7 +47,7 @@ class Sweep:
 
     Attributes:
         sleeps: Computation is replaced by sleeps of the length that `cluster` predicts.
-        rounds: Turns of each layout.
+        rounds: Turns of each layout; fewer if they would take longer than ROUNDS_SECONDS.
         steps: Steps of a turn that count; one more comes before them.
 
     """
@@ -88,11 +89,14 @@ def _run(
     ]
     gc.collect()
     gc.freeze()  # a collection would fall on whichever layout runs
+    begin = time.monotonic()
     for number in range(1, sweep.rounds + 1):
-        start = time.monotonic()
         for run in runs:
             run.turn(sweep.steps)
-        progress(f"round {number} of {sweep.rounds}: {time.monotonic() - start:.0f} s")
+        spent = runs[0].agree(time.monotonic() - begin)
+        progress(f"round {number} of {sweep.rounds} done after {spent:.0f} s")
+        if spent * (number + 1) / number > ROUNDS_SECONDS:
+            break
     return [run.seconds for run in runs]
 
 
@@ -133,15 +137,16 @@ class _Run:
         self.seconds += [self._step() for _ in range(steps)]
 
     def _step(self) -> float:
-        self._meet()
+        self.agree(0.0)
         start = time.perf_counter()
         self._executor.run(self._batches)
         self._updates.step(0)
-        self._meet()
-        return time.perf_counter() - start
+        return self.agree(time.perf_counter() - start)
 
-    def _meet(self) -> None:
-        collectives.all_reduce(torch.zeros(1), self._mesh.group("world"))
+    def agree(self, seconds: float) -> float:
+        """Return the largest of all ranks' values, after all of them came here."""
+        mine = torch.tensor([seconds], dtype=torch.float64)
+        return float(collectives.all_reduce(mine, self._mesh.group("world"), "max"))
 
 
 def _batches(sweep: Sweep, layout: Layout, mesh: Mesh) -> list[dict[str, Tensor]]:
