@@ -97,6 +97,7 @@ def collective_seconds(
     if kind == "all_reduce":
         seconds = collectives.all_reduce(**links).seconds
     elif kind == "all_to_all":
+        links["outer_bandwidth"] *= rates.all_to_all_share
         seconds = collectives.all_to_all(across_share=across_share, **links).seconds
     elif kind == "ring":
         del links["inner"]

@@ -30,6 +30,7 @@ class Rates:
             k, at `low_peak`.
         tail_share: Share of the last wave's idle time that a product loses.
         host_launch: Seconds of the host per kernel; nothing when launches are replayed.
+        all_to_all_share: Network bandwidth of all-to-alls relative to that of rings.
         misaligned: Rate of products whose rows do not start on 128-byte lines, relative.
         host_sync: Seconds for which the host waits where it must read a result of the device.
         module_launches: Host time of calling a layer's module, in kernel launches.
@@ -59,6 +60,7 @@ class Rates:
     inner_latency: float
     outer_latency: float
     base_latency: float
+    all_to_all_share: float
     overlap_slowdown: float
     imbalance: float
     casts: bool
@@ -113,6 +115,7 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
         inner_latency=intra.latency,
         outer_latency=inter.latency,
         base_latency=constants["collective_start"],
+        all_to_all_share=constants["all_to_all_share"],
         overlap_slowdown=constants["overlap_slowdown"],
         imbalance=0.0 if job.switches.balanced_routing else constants["routing_imbalance"],
         casts=low is not None,

@@ -1,10 +1,18 @@
 """Seconds of collectives: hand-worked figures, limits and laws."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from costmodels.collective_costs import collective_seconds
 from costmodels.compiled import collectives
+from costmodels.job import TrainingJob
+from costmodels.placement import Tiers
+from costmodels.profile_toml import read_profile
+from costmodels.rates import rates_of
 from costmodels.units import GB, GIB, US
 
 NVLINK = {
@@ -105,3 +113,16 @@ def test_gathering_within_a_domain_is_not_slower_than_over_the_network(payload, 
     within = collectives.all_gather(payload=payload, inner=size, outer=1, **NVLINK).seconds
     across = collectives.all_gather(payload=payload, inner=1, outer=size, **NVLINK).seconds
     assert within <= across
+
+
+def test_all_to_alls_reach_a_share_of_what_rings_reach():
+    job = TrainingJob(seq_len=2048, global_batch_size=8)
+    rates = rates_of(job, read_profile("h100-sxm-80gb"))
+    tiers = Tiers(inner=np.array([8]), outer=np.array([4]))
+
+    def seconds(kind, share):
+        return collective_seconds(kind, 1e13, tiers, replace(rates, all_to_all_share=share))[0]
+
+    # So much that latency does not count.
+    assert seconds("all_to_all", 0.5) == pytest.approx(2 * seconds("all_to_all", 1.0), rel=1e-4)
+    assert seconds("all_gather", 0.5) == seconds("all_gather", 1.0)
