@@ -80,7 +80,9 @@ def nearest_miss(
     job: TrainingJob,
     cluster: Cluster,
     constraints: Constraints,
+    *,
     share: float = 1.0,
+    safe_share: float = 1.0,
 ) -> NearestMiss | None:
     """Return what comes closest to fitting; None where no layout is legal.
 
@@ -90,6 +92,7 @@ def nearest_miss(
         cluster: The machine.
         constraints: What the user fixed.
         share: Share of the usable memory that may be reserved.
+        safe_share: The same for what is suggested instead.
 
     """
     space = space_of(model, job, cluster, constraints)
@@ -114,7 +117,7 @@ def nearest_miss(
         of_host=short <= 0,
         stage=said.memory.worst_rank,
         part=max(named, key=lambda name: getattr(parts, name)),
-        relaxations=_relaxations(model, job, cluster, constraints, share),
+        relaxations=_relaxations(model, job, cluster, constraints, safe_share),
     )
 
 

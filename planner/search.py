@@ -104,7 +104,12 @@ def search(
     miss = None
     if not found.incumbents and not only_fitting:
         miss = nearest_miss(
-            model, job, cluster, constraints, constraints.max_memory_fraction or 1.0
+            model,
+            job,
+            cluster,
+            constraints,
+            share=constraints.max_memory_fraction or 1.0,
+            safe_share=share_allowed(constraints),
         )
     return SearchResult(
         status=status,

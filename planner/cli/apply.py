@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodels.job import Target
+from planner.cli import NoAnswerError
 
 if TYPE_CHECKING:
     from planner.emit import Emission
@@ -29,13 +30,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Emit the plan and print it, or write it as a folder."""
-    from planner.emit import emit
+    from planner.emit import CannotExpress, IllegalPlanError, emit
     from planner.files import write_folder
     from planner.plan import read_plan
 
     plan = read_plan(arguments.plan)
     target = Target(arguments.target) if arguments.target else plan.job.target
-    emission = emit(plan, target)
+    try:
+        emission = emit(plan, target)
+    except (CannotExpress, IllegalPlanError) as error:
+        raise NoAnswerError(str(error)) from error
     if arguments.output:
         write_folder(arguments.output, {file.path: file.text for file in emission.files})
     if arguments.json:

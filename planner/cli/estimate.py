@@ -3,6 +3,8 @@
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.cli import NO_ANSWER
 from planner.cli.flags import (
@@ -16,22 +18,54 @@ from planner.cli.flags import (
     read_model_flag,
 )
 
+if TYPE_CHECKING:
+    from costmodels.hardware import Cluster
+    from costmodels.job import TrainingJob
+    from costmodels.model import ModelSpec
+    from planner.judge import Judgement
+
+    Inputs = tuple[ModelSpec, TrainingJob, Cluster]
+
 EXAMPLE = "planner estimate --model 70b --gpus 64 --tp 8 --pp 2 --zero 1 --recompute full"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the verb's flags."""
-    add_input_flags(parser)
+    parser.add_argument(
+        "plan", nargs="?", type=Path, metavar="PLAN", help="judge a plan file instead of flags"
+    )
+    add_input_flags(parser, required=False)
     add_layout_flags(parser)
 
 
 def run(arguments: Namespace) -> int:
     """Judge the layout and print what came out; 1 where it is illegal or does not fit."""
-    from planner.axes import RANK_ORDERS
     from planner.contract import judgement_json
-    from planner.judge import judge
     from planner.report import judgement_text
 
+    inputs, judgement = _from_file(arguments.plan) if arguments.plan else _from_flags(arguments)
+    if arguments.json:
+        print(json.dumps(judgement_json(judgement, *inputs)))
+    else:
+        print(judgement_text(judgement, *inputs))
+    return 0 if judgement.runs else NO_ANSWER
+
+
+def _from_file(path: Path) -> "tuple[Inputs, Judgement]":
+    from planner.judge import judge
+    from planner.plan import read_plan
+
+    plan = read_plan(path)
+    inputs = (plan.model, plan.job, plan.cluster)
+    return inputs, judge(*inputs, plan.layout)
+
+
+def _from_flags(arguments: Namespace) -> "tuple[Inputs, Judgement]":
+    from planner.axes import RANK_ORDERS
+    from planner.judge import judge
+
+    if arguments.model is None or arguments.gpus is None:
+        raise ValueError("name a plan file, or --model and --gpus")
     model = read_model_flag(arguments)
     cluster = read_cluster(arguments, read_hardware_flags(arguments))
     per_forward = read_data_parallel(arguments, cluster) * (arguments.micro_batch_size or 1)
@@ -43,8 +77,4 @@ def run(arguments: Namespace) -> int:
         (judge(model, job, cluster, replace(layout, rank_order=order)) for order in orders),
         key=lambda judged: judged.time.step_seconds if judged.time else 0.0,
     )
-    if arguments.json:
-        print(json.dumps(judgement_json(judgement, model, job, cluster)))
-    else:
-        print(judgement_text(judgement, model, job, cluster))
-    return 0 if judgement.runs else NO_ANSWER
+    return (model, job, cluster), judgement

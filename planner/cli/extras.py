@@ -18,6 +18,4 @@ def runtime_module(name: str, verb: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors"):
             raise
-        raise NoAnswerError(
-            f"planner {verb} needs PyTorch: pip install 'meshwright[runtime]'"
-        ) from error
+        raise NoAnswerError(f"{verb} needs PyTorch: pip install 'meshwright[runtime]'") from error

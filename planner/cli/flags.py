@@ -55,9 +55,13 @@ def positive(text: str) -> int:
     return value
 
 
-def add_input_flags(parser: ArgumentParser, *, gpus: str = "total GPUs") -> None:
+def add_input_flags(
+    parser: ArgumentParser, *, gpus: str = "total GPUs", required: bool = True
+) -> None:
     """Add the flags that name the model, the cluster and the job."""
-    parser.add_argument("--model", required=True, metavar="M", help="preset, config.json or TOML")
+    parser.add_argument(
+        "--model", required=required, metavar="M", help="preset, config.json or TOML"
+    )
     parser.add_argument("--hardware", default="h100-sxm-80gb", metavar="H", help="profile or TOML")
     parser.add_argument(
         "--set",
@@ -67,7 +71,7 @@ def add_input_flags(parser: ArgumentParser, *, gpus: str = "total GPUs") -> None
         metavar="KEY=VALUE",
         help="override one profile key, e.g. links.inter_node.gb_per_s=12.5; repeatable",
     )
-    parser.add_argument("--gpus", required=True, metavar="N", help=gpus)
+    parser.add_argument("--gpus", required=required, metavar="N", help=gpus)
     parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="node size")
     parser.add_argument("--seq-len", type=positive, metavar="TOKENS", help="tokens per sequence")
     parser.add_argument(

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli import NO_ANSWER
+from planner.cli import NO_ANSWER, NoAnswerError
 
 if TYPE_CHECKING:
     from runtime.verify import RoleReport, VerifyReport
@@ -21,11 +21,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Verify and print; 1 where any figure differs beyond its tolerance."""
     from planner.cli.extras import runtime_module
+    from planner.emit import IllegalPlanError
     from planner.emit.native import refuse_unsupported
     from planner.plan import read_plan
 
     plan = read_plan(arguments.plan)
-    refuse_unsupported(plan)
+    try:
+        refuse_unsupported(plan)
+    except IllegalPlanError as error:
+        raise NoAnswerError(str(error)) from error
     report: VerifyReport = runtime_module("runtime.verify", "verify").verify(plan)
     if arguments.json:
         print(json.dumps(report.to_json()))

@@ -14,7 +14,14 @@ from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from planner.emit.accelerate import emit_accelerate
 from planner.emit.deepspeed import emit_deepspeed
-from planner.emit.emission import CannotExpress, Emission, EmittedFile, PlanLike, Variable
+from planner.emit.emission import (
+    CannotExpress,
+    Emission,
+    EmittedFile,
+    IllegalPlanError,
+    PlanLike,
+    Variable,
+)
 from planner.emit.megatron import emit_megatron
 from planner.emit.nanotron import emit_nanotron
 from planner.emit.native import emit_native
@@ -22,7 +29,15 @@ from planner.emit.torchtitan import emit_torchtitan
 from planner.plan import Plan
 from planner.rules import violations
 
-__all__ = ["CannotExpress", "Emission", "EmittedFile", "PlanLike", "Variable", "emit"]
+__all__ = [
+    "CannotExpress",
+    "Emission",
+    "EmittedFile",
+    "IllegalPlanError",
+    "PlanLike",
+    "Variable",
+    "emit",
+]
 
 Emitter = Callable[[ModelSpec, TrainingJob, Cluster, Layout], Emission]
 
@@ -44,7 +59,8 @@ def emit(plan: PlanLike, target: Target) -> Emission:
 
     Raises:
         CannotExpress: The framework has no option for a part of the plan.
-        ValueError: The layout breaks a rule of the framework.
+        IllegalPlanError: The layout breaks a rule of the framework.
+        ValueError: Our own runtime does not run the job, or was given no whole plan.
 
     """
     job = replace(plan.job, target=target)
@@ -55,5 +71,5 @@ def emit(plan: PlanLike, target: Target) -> Emission:
     broken = violations(plan.model, job, plan.cluster, plan.layout)
     if broken:
         reasons = "; ".join(violation.message for violation in broken)
-        raise ValueError(f"the plan is illegal for {target.value}: {reasons}")
+        raise IllegalPlanError(f"the plan is illegal for {target.value}: {reasons}")
     return EMITTERS[target](plan.model, job, plan.cluster, plan.layout)

@@ -15,6 +15,10 @@ from costmodels.model import ModelSpec
 SCHEMA = 1
 
 
+class IllegalPlanError(ValueError):
+    """A plan's layout breaks a rule of the target; the message says which, and what would do."""
+
+
 class CannotExpress(ValueError):  # noqa: N818  # it reads as a sentence: megatron CannotExpress ...
     """A framework has no way to say what the plan says.
 

@@ -11,7 +11,7 @@ and what the script shows are numbers and words of fixed sets.
 from costmodels.hardware import Cluster
 from costmodels.job import Target
 from costmodels.layout import Layout
-from planner.emit.emission import Emission, EmittedFile, Variable
+from planner.emit.emission import Emission, EmittedFile, IllegalPlanError, Variable
 from planner.emit.launch import launch_files, num_nodes, processes_per_node, torchrun
 from planner.emit.text import identifier
 from planner.plan import Plan, plan_text
@@ -101,7 +101,7 @@ def refuse_unsupported(plan: Plan) -> None:
     broken = (*violations(*inputs), *runtime_violations(*inputs))
     if broken:
         reasons = "; ".join(violation.message for violation in broken)
-        raise ValueError(f"the plan is illegal for native: {reasons}")
+        raise IllegalPlanError(f"the plan is illegal for native: {reasons}")
     lacking = job_refusals(plan.model, plan.job)
     if lacking:
         raise ValueError(f"the native runtime does not run this job: {'; '.join(lacking)}")

@@ -81,6 +81,23 @@ def test_the_same_search_writes_the_same_bytes_and_a_readable_plan(capsys, tmp_p
     assert plan.cluster.num_gpus == 2
 
 
+def test_estimate_of_a_plan_file_returns_what_the_plan_says(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert main(["search", *SMALL, "--gpus", "2", "-o", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["estimate", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == read_plan(path).estimate
+
+
+def test_a_plan_that_is_illegal_for_a_target_is_no_answer(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    words = [*SMALL, "--gpus", "4", "--pp", "2", "--zero", "2"]
+    assert main(["search", *words, "-o", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["apply", str(path), "--target", "deepspeed"]) == 1
+    assert "illegal for deepspeed" in capsys.readouterr().err
+
+
 def test_constraints_hold_in_every_row(capsys):
     _, found = answer(capsys, *SMALL, "--gpus", "4", "--tp", "2,4", "--zero", "1", "--mbs", "1..4")
     assert found["plans"]
