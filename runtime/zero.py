@@ -144,4 +144,5 @@ def sum_of_squares(flat: Tensor, dtype: torch.dtype) -> Tensor:
     whole = flat.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
-    return rows.square().sum() + rest.square()
+    total: Tensor = rows.square().sum() + rest.square()
+    return total
