@@ -14,13 +14,14 @@ How many micro-batches are in flight is read off the schedule's own table.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.block_memory import BlockMemory
 from costmodels.job import Optimizer, TrainingJob
-from costmodels.layout import Layout, Offload, Recompute
+from costmodels.layout import Layout, Offload, Recompute, Schedule
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.schedule import held_moments
 from costmodels.states import BlockStates, bytes_per_weight
@@ -31,6 +32,8 @@ Moments = tuple[tuple[int, ...], ...]
 
 LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
 FP32_BYTES = 4
+_DENSE = LayerKind(window=None, has_experts=False)
+_EXPERTS = LayerKind(window=None, has_experts=True)
 
 
 def rank_moments(layout: Layout) -> tuple[Moments, ...]:
@@ -39,12 +42,20 @@ def rank_moments(layout: Layout) -> tuple[Moments, ...]:
     A moment tells how many micro-batches each of the rank's stages holds, in model order; moments
     that hold no more than another in any stage are left out.
     """
-    held = held_moments(
+    return _moments_of_shape(
         layout.schedule,
         layout.pipeline_parallel,
         layout.stages_per_rank,
         layout.num_micro_batches,
     )
+
+
+@lru_cache(maxsize=1024)
+def _moments_of_shape(
+    schedule: Schedule, pipeline_parallel: int, stages_per_rank: int, num_micro_batches: int
+) -> tuple[Moments, ...]:
+    """Layouts of one shape share their moments, and a search asks for many of a shape."""
+    held = held_moments(schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
     return tuple(_maximal(moments.until_weight) for moments in held)
 
 
@@ -105,7 +116,8 @@ def layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[Layer
     """Return the kinds of the layers that a global stage holds, in order, windows left out."""
     first = sum(layout.layers_per_stage[:stage])
     layers = range(first, first + layout.layers_per_stage[stage])
-    return tuple(replace(model.layer_kind(layer), window=None) for layer in layers)
+    dense = model.num_layers if model.moe is None else model.moe.num_dense_layers
+    return tuple(_DENSE if layer < dense else _EXPERTS for layer in layers)
 
 
 def _states_of_rank(
