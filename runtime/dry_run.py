@@ -143,8 +143,7 @@ def _run_steps(
 
 
 def _read(tracker: Tracker, mesh: Mesh) -> _Step:
-    groups = [group for group in mesh.groups.values() if group.handle is not None]
-    names = {str(group.handle.group_name): group.axis for group in groups}
+    names = {str(g.handle.group_name): g.axis for g in mesh.groups.values() if g.handle is not None}
     by_group = tracker.bytes_by_group()
     return _Step(
         flops=tracker.flops,
