@@ -8,7 +8,7 @@ With one stage per rank, a rank r with n layers of the main kind scores (see `sc
 W and F are seconds of a layer (F its forward), R what recomputing it adds, m micro-batches; a = m -
 1, b_r = 0 (gpipe) or min(m, p - r) - 1 (1f1b), or a = m and b_r = min(m, p - r) (zero-bubble). A
 score S leaves each rank room for so many whole layers, and memory for no more than `StageRooms`
-says. Where these do not sum to all layers, no split scores S. The largest such S is found by halving.
+says. Where these do not sum to all layers, no split scores S. Halving finds the largest such S.
 """
 
 from dataclasses import dataclass

@@ -8,11 +8,14 @@ the K-th incumbent, no layout of the space is faster than these.
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import numpy as np
+
 from costmodels.layout import Layout, split_layers
 from costmodels.layout_table import LayoutTable
 from planner.constraints import Constraints
 from planner.costs import Costs
 from planner.frontier import Frontier
+from planner.references import References
 from planner.row_bounds import RowBounds
 from planner.space import Space
 from planner.splits import FIRST_ANSWERS, MOST_ANSWERS, Limits, StatedSplit, best_split
@@ -76,6 +79,7 @@ def explore(
         space=space,
         costs=costs,
         limit=limits.device,
+        references=References(costs=costs),
         even_chunks=constraints.layers_per_stage is None,
     )
     frontier = Frontier(space=space, bounds=bounds)
@@ -86,7 +90,11 @@ def explore(
         if popped is None or (stop_at_first and ranking.best):
             break
         bound, row = popped
-        ranking.judge(bound, even_layout(row, space.model.num_layers), FIRST_ANSWERS)
+        layout = even_layout(row, space.model.num_layers)
+        if layout.stages_per_rank > 1 and bounds.even_chunks:
+            bounds.references.add(layout)
+            bound = float(bounds.referenced(row, np.array([bound]))[0])
+        ranking.judge(bound, layout, FIRST_ANSWERS)
     if not stop_at_first:
         ranking.finish()
     ranked = sorted(ranking.best.values(), key=lambda found: (found.seconds, found.reserved))

@@ -4,6 +4,7 @@
     schedules  and the schedule with its stages per rank
     tight      and the layers that must be recomputed to fit under the leanest states
     complete   and ZeRO, rank order, recomputation, offload; the real bounds of time and memory
+    ready      the same, bounded by pipelines of the same shape that were simulated meanwhile
 
 Each level's bound holds for everything below it. Rows wait in pools, sorted; the pool with the
 smallest next bound is refined a block at a time, in one vectorised call, so that little more is
@@ -30,10 +31,17 @@ class Level(IntEnum):
     SCHEDULES = 1
     TIGHT = 2
     COMPLETE = 3
+    READY = 4
 
 
 # Rows refined at once: large enough for numpy, small enough to stop soon after the answer.
-BLOCK = {Level.CELLS: 4096, Level.SCHEDULES: 4096, Level.TIGHT: 256, Level.COMPLETE: 1}
+BLOCK = {
+    Level.CELLS: 4096,
+    Level.SCHEDULES: 4096,
+    Level.TIGHT: 256,
+    Level.COMPLETE: 64,
+    Level.READY: 1,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +91,7 @@ class Frontier:
             bound, rows = pool.bound[first:stop], np.arange(first, stop)
             self._push(pool)
             block = replace(pool.partial, table=pool.partial.table.take(rows))
-            if pool.level is Level.COMPLETE:
+            if pool.level is Level.READY:
                 return float(bound[0]), block.table
             self._refine(pool.level, block, bound, cutoff)
         return None
@@ -110,8 +118,10 @@ class Frontier:
             seconds = self.bounds.open_seconds(below.table, schedule_is_open=False)
         elif level is Level.SCHEDULES:
             below, seconds = block, np.maximum(self.bounds.tight_seconds(block.table), bound)
-        else:
+        elif level is Level.TIGHT:
             below, seconds = self.bounds.complete(block, cutoff)
+        else:
+            below, seconds = block, self.bounds.referenced(block.table, bound)
         keep = np.flatnonzero(seconds < cutoff)
         if len(keep):
             kept = replace(below, table=below.table.take(keep))

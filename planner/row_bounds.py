@@ -18,6 +18,7 @@ from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, IntColumn, LayoutTable
 from costmodels.pipeline_bound import SplitLimits
 from planner.costs import Costs, Values
+from planner.references import References
 from planner.rules.rule import CUTS_PARAMETERS
 from planner.space import Partial, Space, unfold, unfold_with_parents
 from planner.split_limits import split_limits
@@ -32,6 +33,7 @@ class RowBounds:
 
     Attributes:
         limit: Bytes that a rank may reserve.
+        references: Pipelines that were simulated; they grow.
         even_chunks: False where the user states the split.
         dropped: Complete rows that a memory bound excluded, by rule; it grows.
 
@@ -40,6 +42,7 @@ class RowBounds:
     space: Space
     costs: Costs
     limit: float
+    references: References
     even_chunks: bool = True
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -103,6 +106,18 @@ class RowBounds:
                 table.take(rows), redone[rows], seconds[rows], cutoff
             )
         return orders, seconds
+
+    def referenced(self, table: LayoutTable, below: Values) -> Values:
+        """Raise bounds of complete layouts by pipelines of their shape that were simulated."""
+        if not self.even_chunks:
+            return below
+        bound = below.copy()
+        rows = np.flatnonzero(table.stages_per_rank > 1)
+        if len(rows):
+            some = table.take(rows)
+            redone = np.where(some.recompute == FULL, self._redone(some), 0.0)
+            bound[rows] = self.references.bound(some, redone, below[rows])
+        return bound
 
     def _redone(self, table: LayoutTable) -> Values:
         """Return layers per stage that full recomputation redoes at least; inf: nothing fits."""

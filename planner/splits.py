@@ -149,9 +149,10 @@ def _fewest(reserved: Callable[[int], float], limit: float, least: int, most: in
     """
     if least > most:
         return None
-    below, above = reserved(least), reserved(most)
+    below = reserved(least)
     if below <= limit:
         return least
+    above = reserved(most)
     if above > limit:
         return None
     low, high = least, most  # low does not fit, high does
