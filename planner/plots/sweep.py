@@ -8,16 +8,17 @@ of the predicted length) the one that was slept is in the row.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median, quantiles
 
 from costmodels.estimate import estimate_time
-from costmodels.hardware import Cluster
+from costmodels.hardware import Calibration, Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
+from costmodels.profile_toml import generation_constants
 from planner.codec import DecodeError, decode, encode
 from planner.files import read_json, write_text
 from planner.plots.measured import MeasuredRun
@@ -108,11 +109,11 @@ def runs_of(sweep: Sweep) -> list[MeasuredRun]:
         ValueError: The cost model cannot price a layout.
 
     """
-    runs = []
+    cluster, runs = _completed(sweep.cluster), []
     for swept in sweep.layouts:
         predicted = swept.slept_for
         if predicted is None:
-            time = estimate_time(sweep.model, sweep.job, sweep.cluster, swept.layout)
+            time = estimate_time(sweep.model, sweep.job, cluster, swept.layout)
             predicted = time.step_seconds
         low, _, high = quantiles(swept.step_seconds, n=4, method="inclusive")
         ranks = swept.layout.num_gpus
@@ -127,6 +128,18 @@ def runs_of(sweep: Sweep) -> list[MeasuredRun]:
             )
         )
     return runs
+
+
+def _completed(cluster: Cluster) -> Cluster:
+    """Return the machine with what its generation says of constants that are newer than the rows.
+
+    As reading its TOML anew would: a constant that calibration does not measure is not in the rows.
+    """
+    profile = cluster.profile
+    stated = generation_constants(profile.generation).items()
+    values = {name: float(str(entry.value)) for name, entry in stated}
+    known = Calibration(constants=tuple({**values, **dict(profile.calibration.constants)}.items()))
+    return replace(cluster, profile=replace(profile, calibration=known))
 
 
 def clear_order(runs: Sequence[MeasuredRun]) -> tuple[float, int]:
