@@ -59,11 +59,6 @@ PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the 
 
 UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
 
-# Which fused attention stands for a software that names none; FlashAttention-2 elsewhere.
-FUSED_KERNELS = (
-    ("llm-foundry", "flash-1", "MPT's linear biases run in Triton's FlashAttention-1"),
-)
-
 # Tags of gradients that are kept, or reduced, in fp32.
 WIDE_GRADIENTS = frozenset({"grads-fp32", "grad-reduce-fp32"})
 
@@ -156,14 +151,9 @@ def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
     )
 
 
-def _fused_kernel(framework: str) -> str:
-    name = framework.lower()
-    return next((kernel for key, kernel, _ in FUSED_KERNELS if key in name), "flash-2")
-
-
 def _switches(row: Row, tags: frozenset[str]) -> Switches:
     kernels = ("flash-2", "flash-1", *UNFUSED_KERNELS)
-    default = _fused_kernel(row["framework"]) if row["flash"] != "0" else "fused-softmax"
+    default = "flash-2" if row["flash"] != "0" else "fused-softmax"
     kernel = next((tag for tag in kernels if tag in tags), default)
     # Silent rows are vendors' tuned runs, which send a token once per node.
     dispatchers = ("alltoall", "deepep", "hybridep")

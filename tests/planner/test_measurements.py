@@ -126,7 +126,7 @@ def test_a_silent_torchtitan_pipeline_has_a_micro_batch_for_each_rank(runs):
 
 @pytest.mark.parametrize(
     ("family", "kernel", "gradients"),
-    [("llm-foundry/H100-80", "flash-1", "fp32"), ("ibm-fms-fsdp/H100", "flash-2", None)],
+    [("llm-foundry/H100-80", "flash-2", "fp32"), ("ibm-fms-fsdp/H100", "flash-2", None)],
 )
 def test_unnamed_kernels_and_wide_gradients_are_read(runs, family, kernel, gradients):
     job = interpret(first(runs, family)).job
