@@ -202,7 +202,7 @@ def _solved(
             given,
             limits,
             stated,
-            least=max(answer.recomputed, 1),
+            least=max(problem.least_recomputed, 1),  # of equal scores the solver may name more
             is_worth=lambda one: _floor(scored, one) < worth,  # noqa: B023 - called before the next answer
         )
         if exact < seconds:

@@ -29,6 +29,11 @@ def test_search_agrees_with_trying_everything(block):
     assert any(fitting)
 
 
+def test_of_equal_scores_the_fewest_recomputed_layers_are_taken():
+    """A stage that does not pace the pipeline may redo one layer or two for the same score."""
+    assert agree(1300)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("block", range(100))
 def test_search_agrees_with_trying_everything_on_2000_problems(block):
