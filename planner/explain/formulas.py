@@ -21,7 +21,6 @@ from costmodels.shard import shard_of
 from costmodels.workload import build_workload
 from planner.plan import Plan
 
-ELEMENT_BYTES = 2  # operands of 16 bits, as costmodels.block_costs prices them
 NOTICEABLE = 0.01  # chosen: derivatives below 1 % are left out
 
 _COLLECTIVES = {
@@ -86,11 +85,12 @@ def _product(block: Block, rates: Rates) -> Worked:
         "n": op.n,
         "k": op.k,
         "count": op.count,
-        "element_bytes": ELEMENT_BYTES,
+        "element_bytes": rates.element_bytes,
         "peak": rates.low_peak if low else rates.peak,
         "gemm_efficiency": rates.low_gemm_efficiency if low else rates.gemm_efficiency,
         "k_fill": rates.low_k_fill if low else rates.k_fill,
         "num_sms": rates.num_sms,
+        "tail_share": rates.tail_share,
         "memory_bandwidth": rates.memory_bandwidth,
         "memory_efficiency": rates.memory_efficiency,
         "kernel_gap": rates.kernel_gap,
