@@ -48,7 +48,7 @@ def check(name, num_ranks, cases):
                 assert max(kinds.values()) < TOLERANCE, (rank, describe(layout), kinds)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_layouts_that_cover_every_pair_with_experts_equal_one_process(name, num_ranks):
     candidates = layouts(name, num_ranks)

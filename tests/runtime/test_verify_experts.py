@@ -10,6 +10,8 @@ from runtime import dry_run as dry
 from runtime.lower import lower_graph
 from runtime.verify import bytes_by_axis
 
+pytestmark = pytest.mark.matrix  # 64 dry runs take minutes
+
 
 def experts(**changes):
     facts = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 24}
