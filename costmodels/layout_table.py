@@ -2,7 +2,7 @@
 
 One int64 column per degree or choice; enumerations are stored as their position in the
 enumeration, switches as 0 or 1. `layers_per_stage` is left out: the partition of layers is
-decided per layout, after the bound (see planner/search.py).
+decided per layout, after the bound (see planner/search/ranking.py).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -10,10 +10,10 @@ from planner.codec import Json, encode
 from planner.contract import SCHEMA, judgement_json
 from planner.explain.reasons import limits, why_first
 from planner.judge import Judgement
-from planner.nearest import NearestMiss
 from planner.plan import Plan, SolverStatus
 from planner.report import VERDICT_WORDS, heading, layout_words, ranking_table
-from planner.search import SearchResult
+from planner.search.nearest import NearestMiss
+from planner.search.ranking import SearchResult
 
 REASONS = 4  # rejected rules that are worth a line
 

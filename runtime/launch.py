@@ -119,7 +119,8 @@ def _join_and_work(  # noqa: PLR0917  (bound by position, in one place)
     device_type: str,
 ) -> Result:
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)
+    # On fd 2 itself: a caller may have put something without a descriptor in stderr's place.
+    faulthandler.register(signal.SIGUSR1, file=2)
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", rank)

@@ -68,8 +68,8 @@ def _measured(arguments: Namespace) -> "HardwareProfile":
 
 
 def _fitted(table: Path) -> "HardwareProfile":
-    from planner.fit_profile import fit_profile
-    from planner.validate import read_rows
+    from planner.measured.fit_profile import fit_profile
+    from planner.measured.validate import read_rows
 
     fitted = fit_profile(read_rows(table), progress=_say)
     _say(

@@ -61,8 +61,8 @@ def _from_file(path: Path) -> "tuple[Inputs, Judgement]":
 
 
 def _from_flags(arguments: Namespace) -> "tuple[Inputs, Judgement]":
-    from planner.axes import RANK_ORDERS
     from planner.judge import judge
+    from planner.search.axes import RANK_ORDERS
 
     if arguments.model is None or arguments.gpus is None:
         raise ValueError("name a plan file, or --model and --gpus")

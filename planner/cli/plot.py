@@ -81,9 +81,9 @@ def _figures(inputs: Sequence[Path], kind: str | None) -> dict[str, "Figure"]:
 
 
 def _table_figures(inputs: Sequence[Path]) -> dict[str, "Figure"]:
+    from planner.measured.validate import PREDICTED, predict_all, read_rows
     from planner.plots.accuracy import table_figure
     from planner.plots.measured import rows_by_generation
-    from planner.validate import PREDICTED, predict_all, read_rows
 
     if len(inputs) > 1:
         raise ValueError(f"one table at a time, not {len(inputs)}")

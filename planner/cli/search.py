@@ -75,9 +75,9 @@ def _answer(
 ) -> "Answer":
     """Search at one count of GPUs, at the fewest that fit, or at every count of a range."""
     from costmodels.hardware import make_cluster
-    from planner.search import search
+    from planner.search.ranking import search
+    from planner.search.sizing import counts_between, fewest_gpus, sweep
     from planner.search_report import Answer, Found
-    from planner.sizing import counts_between, fewest_gpus, sweep
 
     def job_of(gpus: int) -> "TrainingJob":
         return read_job(arguments, model, gpus)

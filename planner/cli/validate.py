@@ -28,12 +28,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Predict, write the rows and print the error table on stderr."""
     from planner.files import write_text
-    from planner.validate import csv_text, error_table, predict_all, read_rows
+    from planner.measured.validate import csv_text, error_table, predict_all, read_rows
 
     rows = read_rows(arguments.table)
     done = predict_all(rows, progress=_progress(len(rows)))
     if arguments.leave_out:
-        from planner.fit import predict_left_out
+        from planner.measured.fit import predict_left_out
 
         done = predict_left_out(done, arguments.leave_out, progress=_say)
     if arguments.output:

@@ -20,7 +20,7 @@ from costmodels.profile_toml import profile_from_toml, profile_value
 from costmodels.profile_writer import profile_to_toml
 from planner.judge import Judgement, judge
 from planner.plan import Plan
-from planner.search import search
+from planner.search.ranking import search
 
 JOB_KEYS = ("seq_len", "global_batch_size")
 GPUS = "gpus"

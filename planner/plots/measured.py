@@ -15,11 +15,11 @@ from statistics import median, quantiles
 
 from costmodels.profile_toml import read_profile
 from planner.files import read_text
-from planner.measured_model import Row
-from planner.measurements import PROFILES
+from planner.measured.models import Row
+from planner.measured.rows import PROFILES
+from planner.measured.validate import throughput_ratio
 from planner.plan import read_plan
 from planner.report import layout_words
-from planner.validate import throughput_ratio
 
 PLAN_FILE = "plan.json"
 MEASURED_FILE = "measured.jsonl"
@@ -143,7 +143,7 @@ def rows_by_generation(rows: Sequence[Row]) -> dict[str, list[MeasuredRow]]:
     """Sort predicted rows of a table by GPU generation; only scored rows with both speeds stay.
 
     Args:
-        rows: Rows with their predicted columns (see `planner.validate`).
+        rows: Rows with their predicted columns (see `planner.measured.validate`).
 
     """
     groups: dict[str, list[MeasuredRow]] = {}

@@ -106,7 +106,7 @@ def test_run_folders_compare_predicted_with_measured(plans, tmp_path, capsys):
 
 
 def predicted_table(path, *gpus):
-    from planner.validate import PREDICTED, REQUIRED  # noqa: PLC0415
+    from planner.measured.validate import PREDICTED, REQUIRED  # noqa: PLC0415
 
     columns = [*REQUIRED, "family", "status", "core", "tokens_per_sec_per_gpu", *PREDICTED]
     lines = [",".join(columns)]

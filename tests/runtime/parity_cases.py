@@ -19,7 +19,7 @@ from costmodels.layout import Layout, Recompute, split_layers
 from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
-from planner.space import legal_table, space_of
+from planner.search.space import legal_table, space_of
 from runtime.capture import capture
 from runtime.context import context_share
 from runtime.data import share_of

@@ -11,7 +11,7 @@ from costmodels.job import Precision, TrainingJob
 from costmodels.model import ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
-from planner.search import search
+from planner.search.ranking import search
 from runtime.executor import Executor
 from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks

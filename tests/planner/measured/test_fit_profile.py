@@ -7,9 +7,9 @@ import pytest
 
 from costmodels.profile_toml import profile_from_toml
 from costmodels.profile_writer import profile_to_toml
-from planner.fit_profile import fit_profile
+from planner.measured.fit_profile import fit_profile
 
-RUNS = Path(__file__).parents[1] / "golden" / "measured_runs.csv"
+RUNS = Path(__file__).parents[2] / "golden" / "measured_runs.csv"
 
 
 @pytest.fixture(scope="module")

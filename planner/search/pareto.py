@@ -13,8 +13,8 @@ from costmodels.job import TrainingJob
 from costmodels.model import ModelSpec
 from planner.constraints import Constraints
 from planner.judge import Judgement
-from planner.search import search, share_allowed
-from planner.sizing import Sized
+from planner.search.ranking import search, share_allowed
+from planner.search.sizing import Sized
 
 MEMORY_STEPS = 8  # chosen: points of a front are read by people
 T = TypeVar("T")

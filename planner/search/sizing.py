@@ -11,8 +11,8 @@ from costmodels.hardware import HardwareProfile, make_cluster
 from costmodels.job import TrainingJob
 from costmodels.model import ModelSpec
 from planner.constraints import Constraints
-from planner.nearest import first_fit
-from planner.search import SearchResult, search, share_allowed
+from planner.search.nearest import first_fit
+from planner.search.ranking import SearchResult, search, share_allowed
 
 MOST_GPUS = 2**17  # chosen: the largest clusters that anybody trains on
 JobOf = Callable[[int], TrainingJob]

@@ -1,4 +1,4 @@
-"""One robust, bounded step of a fit: the linearised loss of `planner.fit` at its least.
+"""One robust, bounded step of a fit: the linearised loss of `planner.measured.fit` at its least.
 
 Huber's loss is minimised by reweighted least squares; what a Newton step would carry over a bound
 stays on it and the rest is solved anew.

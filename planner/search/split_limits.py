@@ -11,7 +11,7 @@ from costmodels.layout import split_layers
 from costmodels.layout_table import SCHEDULES, LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import SplitLimits
-from planner.costs import Values
+from planner.search.costs import Values
 
 V_SHAPED = tuple(SCHEDULES.index(s) for s in SCHEDULES if s.value in ("zbv", "dualpipev"))
 

@@ -18,10 +18,10 @@ from costmodels.hardware import Cluster
 from costmodels.layout import AXES, Schedule
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
 from costmodels.placement import axis_strides, span
-from planner.axes import Axes
 from planner.constraints import Constraints
 from planner.rules.native import RUNTIME_SUPPORTS
 from planner.rules.rule import Case, Mask, Rule
+from planner.search.axes import Axes
 
 MOST_TOKENS_PER_FORWARD = 2**17  # chosen: matrix products are saturated far below
 LEAST_TOKENS_PER_SLICE = 256  # chosen: a shorter slice of a sequence is all latency

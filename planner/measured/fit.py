@@ -30,10 +30,10 @@ from costmodels.layout import Layout
 from costmodels.profile_toml import own_constants
 from costmodels.terms import TimeEstimate
 from planner.codec import rounded
-from planner.measured_model import UnsupportedRowError
-from planner.measurements import MeasuredJob, interpret
-from planner.robust_step import solve
-from planner.validate import PREDICTED, best_reading, measured_rate, scored
+from planner.measured.models import UnsupportedRowError
+from planner.measured.robust_step import solve
+from planner.measured.rows import MeasuredJob, interpret
+from planner.measured.validate import PREDICTED, best_reading, measured_rate, scored
 
 Array = NDArray[np.float64]
 Row = Mapping[str, str]

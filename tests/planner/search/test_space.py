@@ -10,13 +10,13 @@ from small_worlds import cluster, job, layout, llama_8b, mixtral, model
 from costmodels.job import Target
 from costmodels.layout import Offload, Recompute, Schedule
 from costmodels.layout_table import SCHEDULES
-from planner.axes import MOST_STAGES_PER_RANK, RANK_ORDERS
 from planner.constraints import Constraints
 from planner.rules import violations
 from planner.rules.allowed import divisors
 from planner.rules.native import NATIVE_RUNS, features
 from planner.rules.rule import Case
-from planner.space import census, legal_table, root, space_of, unfold
+from planner.search.axes import MOST_STAGES_PER_RANK, RANK_ORDERS
+from planner.search.space import census, legal_table, root, space_of, unfold
 
 
 def keys(table):

@@ -16,8 +16,8 @@ from math import ceil, inf
 
 from costmodels.layout import Layout, Recompute, split_layers
 from costmodels.terms import MemoryEstimate
-from planner.costs import Costs
-from planner.stage_problem import SPLIT_SCHEDULES, ScoredProblem
+from planner.search.costs import Costs
+from planner.search.stage_problem import SPLIT_SCHEDULES, ScoredProblem
 
 FIRST_ANSWERS = 2  # chosen: answers of the solver judged before a layout waits for a better cutoff
 MOST_ANSWERS = 64  # chosen: answers judged before a layout counts as open
@@ -179,7 +179,7 @@ def _solved(
     answers: int,
 ) -> Outcome:
     """Let CP-SAT name splits by ascending bound until the best exact value is proved."""
-    from planner.cp_sat import solve  # noqa: PLC0415 - half a second that other searches save
+    from planner.search.cp_sat import solve  # noqa: PLC0415 - half a second that other searches save
 
     scored = costs.stage_problem(layout, limits.device)
     problem = scored.problem

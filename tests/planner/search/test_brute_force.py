@@ -3,7 +3,7 @@
 import pytest
 from random_problems import answers, random_problem, seconds
 
-from planner.search import search
+from planner.search.ranking import search
 
 TOP = 4
 

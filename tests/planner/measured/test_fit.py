@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner import fit
-from planner.robust_step import solve
-from planner.validate import read_rows
+from planner.measured import fit
+from planner.measured.robust_step import solve
+from planner.measured.validate import read_rows
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "measured_runs.csv"
+GOLDEN = Path(__file__).parents[2] / "golden" / "measured_runs.csv"
 
 
 @pytest.fixture(scope="module")

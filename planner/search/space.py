@@ -20,10 +20,10 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Schedule
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
 from costmodels.model import ModelSpec
-from planner.axes import DOMAIN_GROUP, WHOLE_GROUP, Axes, Axis, axes_of
 from planner.constraints import FREE, Constraints
-from planner.conventions import conventions_of, domain_group
 from planner.rules import Case, Rule, rules_of
+from planner.search.axes import DOMAIN_GROUP, WHOLE_GROUP, Axes, Axis, axes_of
+from planner.search.conventions import conventions_of, domain_group
 
 NO_GROUP = -1  # a domain-sized ZeRO group that is no choice of its own; a convention drops it
 # Columns that derived ones are made from while the space unfolds.

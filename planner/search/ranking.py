@@ -16,11 +16,11 @@ from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.model import ModelSpec
 from planner.constraints import FREE, Constraints
-from planner.costs import ModelCosts
-from planner.explore import explore
 from planner.judge import SAFE_FRACTION, Judgement, judge
-from planner.nearest import NearestMiss, nearest_miss
-from planner.space import census, space_of
+from planner.search.costs import ModelCosts
+from planner.search.explore import explore
+from planner.search.nearest import NearestMiss, nearest_miss
+from planner.search.space import census, space_of
 
 TOP = 10
 

@@ -31,7 +31,7 @@ from costmodels.recompute_bound import least_recomputed_layers
 from costmodels.reference_bound import Reference, reference_bound, reference_of
 from costmodels.split_bound import SplitBound, split_bound
 from costmodels.terms import MemoryEstimate
-from planner.stage_problem import ScoredProblem, scored_problem
+from planner.search.stage_problem import ScoredProblem, scored_problem
 
 Values = NDArray[np.float64]
 

@@ -17,8 +17,8 @@ from costmodels.units import GIB
 from planner.codec import rounded
 from planner.files import read_text
 from planner.judge import Judgement, Verdict, judge
-from planner.measured_model import Row
-from planner.measurements import MeasuredJob, interpret
+from planner.measured.models import Row
+from planner.measured.rows import MeasuredJob, interpret
 
 PREDICTED = (
     "predicted_verdict",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.validate import (
+from planner.measured.validate import (
     PREDICTED,
     csv_text,
     error_table,
@@ -19,7 +19,7 @@ from planner.validate import (
     throughput_ratio,
 )
 
-RUNS = Path(__file__).parents[1] / "golden" / "measured_runs.csv"
+RUNS = Path(__file__).parents[2] / "golden" / "measured_runs.csv"
 EVERY = 40  # one row in so many: each kind of run is among them
 
 UNSEEN = (

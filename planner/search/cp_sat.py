@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 
 from ortools.sat.python import cp_model
 
-from planner.stage_problem import StageProblem
+from planner.search.stage_problem import StageProblem
 
 Split = tuple[int, ...]
 SEED = 7

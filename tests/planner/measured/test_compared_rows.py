@@ -6,7 +6,7 @@ import pytest
 
 from planner.plots.sweep import read_sweep, runs_of
 
-FOLDER = Path(__file__).parents[2] / "examples" / "compare"
+FOLDER = Path(__file__).parents[3] / "examples" / "compare"
 SWEEPS = sorted((FOLDER / "measured").glob("ranks-*.json"))
 
 

@@ -19,9 +19,9 @@ from math import inf
 import numpy as np
 
 from costmodels.layout_table import LayoutTable
-from planner.costs import Values
-from planner.row_bounds import RowBounds
-from planner.space import Partial, Space, root, unfold
+from planner.search.costs import Values
+from planner.search.row_bounds import RowBounds
+from planner.search.space import Partial, Space, root, unfold
 
 
 class Level(IntEnum):

@@ -13,8 +13,15 @@ import numpy as np
 
 from costmodels.hardware import Calibration, HardwareProfile, Provenance
 from costmodels.parameters import model_flops_per_token
-from planner.fit import FOLLOWERS, Fitted, Sample, fit_constants, fitted_parameters, read_samples
-from planner.measured_model import Row
+from planner.measured.fit import (
+    FOLLOWERS,
+    Fitted,
+    Sample,
+    fit_constants,
+    fitted_parameters,
+    read_samples,
+)
+from planner.measured.models import Row
 
 FIGHTS = 3.0  # chosen: robust standard deviations beyond which a run fights the fit
 LEAST_SPREAD = 0.02  # runs within 2 % repeat each other: the noise of identical repeats

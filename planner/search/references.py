@@ -12,7 +12,7 @@ import numpy as np
 from costmodels.layout import Layout
 from costmodels.layout_table import SCHEDULES, LayoutTable
 from costmodels.reference_bound import Reference
-from planner.costs import Costs, Values
+from planner.search.costs import Costs, Values
 
 MOST_REFERENCES = 4  # chosen: per shape; more do not tighten the bound noticeably
 Shape = tuple[int, int, int, int]

@@ -8,11 +8,11 @@ import pytest
 from costmodels.job import Precision, Target
 from costmodels.layout import Recompute, Schedule
 from costmodels.parameters import num_parameters
-from planner.measured_model import UnsupportedRowError
-from planner.measurements import interpret, target_of
-from planner.validate import REQUIRED
+from planner.measured.models import UnsupportedRowError
+from planner.measured.rows import interpret, target_of
+from planner.measured.validate import REQUIRED
 
-RUNS = Path(__file__).parents[1] / "golden" / "measured_runs.csv"
+RUNS = Path(__file__).parents[2] / "golden" / "measured_runs.csv"
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ import numpy as np
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, IntColumn, LayoutTable
 from costmodels.pipeline_bound import SplitLimits
-from planner.costs import Costs, Values
-from planner.references import References
 from planner.rules.rule import CUTS_PARAMETERS
-from planner.space import Partial, Space, unfold, unfold_with_parents
-from planner.split_limits import split_limits
+from planner.search.costs import Costs, Values
+from planner.search.references import References
+from planner.search.space import Partial, Space, unfold, unfold_with_parents
+from planner.search.split_limits import split_limits
 
 FULL = RECOMPUTES.index(Recompute.FULL)
 RANGE = 4  # chosen: recomputed layers are bounded in ranges a quarter wide

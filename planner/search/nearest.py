@@ -17,10 +17,10 @@ from costmodels.layout_table import IntColumn, LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.units import GIB
 from planner.constraints import Constraints
-from planner.costs import Costs, ModelCosts
-from planner.explore import even_layout, explore
 from planner.judge import Judgement, judge
-from planner.space import Space, root, space_of, unfold
+from planner.search.costs import Costs, ModelCosts
+from planner.search.explore import even_layout, explore
+from planner.search.space import Space, root, space_of, unfold
 
 JUDGED = 48  # chosen: leanest layouts that are judged exactly
 MOST_NODES = 512  # chosen: more nodes than this are not suggested

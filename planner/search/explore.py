@@ -13,12 +13,12 @@ import numpy as np
 from costmodels.layout import Layout, split_layers
 from costmodels.layout_table import LayoutTable
 from planner.constraints import Constraints
-from planner.costs import Costs
-from planner.frontier import Frontier
-from planner.references import References
-from planner.row_bounds import RowBounds
-from planner.space import Space
-from planner.splits import FIRST_ANSWERS, MOST_ANSWERS, Limits, StatedSplit, best_split
+from planner.search.costs import Costs
+from planner.search.frontier import Frontier
+from planner.search.references import References
+from planner.search.row_bounds import RowBounds
+from planner.search.space import Space
+from planner.search.splits import FIRST_ANSWERS, MOST_ANSWERS, Limits, StatedSplit, best_split
 
 MOST_EXACT = 20000  # chosen: exact evaluations before the search gives up on a proof
 

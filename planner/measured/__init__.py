@@ -1,0 +1,1 @@
+"""Measured runs: read as planner inputs, predicted, compared, and fitted to."""
