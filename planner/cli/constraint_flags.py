@@ -10,7 +10,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
-from planner.cli.flags import DEGREES, counts, offloads, positive
+from planner.cli.flags import DEGREES
+from planner.cli.values import counts, offloads, positive
 
 if TYPE_CHECKING:
     from planner.constraints import Constraints

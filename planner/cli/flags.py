@@ -9,25 +9,23 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from costmodels.config_keys import MAX_COUNT
 from costmodels.hardware import Cluster, HardwareProfile
 from costmodels.job import Optimizer, Precision, Switches, Target, TrainingJob
 from costmodels.layout import (
     AXES,
     ContextParallelType,
     Layout,
-    Offload,
     Recompute,
     Schedule,
     split_layers,
 )
 from costmodels.model import ModelSpec
 from costmodels.units import GIB
+from planner.cli.values import counts, gibibytes, offloads, positive, rank_order
 
 DEFAULT_SEQ_LEN = 8192
 DEFAULT_TOKENS = 4 * 2**20  # tokens per step where --global-batch-size is left out
 MAX_STAGES = 2**16  # chosen: beyond any pipeline, and a split of so many can still be listed
-MAX_TAKEN_GIB = 2**20  # chosen: beyond any card
 
 # Axis, long name, short name: both spellings work everywhere.
 DEGREES = (
@@ -40,19 +38,6 @@ DEGREES = (
     ("micro_batch_size", "--micro-batch-size", "--mbs"),
     ("stages_per_rank", "--stages-per-rank", "--vpp"),
 )
-
-
-def positive(text: str) -> int:
-    """Read a count of at least one (an argparse type)."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    if value > MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{value} is more than {MAX_COUNT}")
-    return value
 
 
 def add_input_flags(
@@ -83,7 +68,7 @@ def add_input_flags(
     parser.add_argument("--grad-dtype", choices=("fp32", "bf16"), help="default: the target's")
     parser.add_argument("--loss", choices=("full", "chunked"), default="full")
     parser.add_argument("--lora-rank", type=positive, metavar="R", help="train adapters only")
-    parser.add_argument("--memory-taken-gib", type=_gibibytes, default=0.0, metavar="GIB")
+    parser.add_argument("--memory-taken-gib", type=gibibytes, default=0.0, metavar="GIB")
     _add_choice(parser, "--target", Target, Target.NATIVE)
 
 
@@ -109,34 +94,6 @@ def add_layout_flags(parser: ArgumentParser) -> None:
     )
 
 
-def offloads(text: str) -> tuple[Offload, ...]:
-    """Read `none` or a comma list of what goes to the host (an argparse type)."""
-    if text == "none":
-        return ()
-    names = text.split(",")
-    known = [part.value for part in Offload]
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of none, {', '.join(known)}")
-    chosen = {Offload(name) for name in names}
-    if Offload.PARAMETERS in chosen:  # parameters imply the optimizer
-        chosen.add(Offload.OPTIMIZER)
-    return tuple(part for part in Offload if part in chosen)
-
-
-def rank_order(text: str) -> tuple[str, ...]:
-    """Read an order of the axes (an argparse type)."""
-    order = tuple(text.split(","))
-    if sorted(order) != sorted(AXES):
-        raise argparse.ArgumentTypeError(f"{text!r} does not hold each of {', '.join(AXES)} once")
-    return order
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Read a comma list of counts (an argparse type)."""
-    return tuple(positive(part) for part in text.split(","))
-
-
 def read_model_flag(arguments: Namespace) -> ModelSpec:
     """Return the model that --model names; ValueError where there is none."""
     from planner.presets import read_model
@@ -160,22 +117,6 @@ def read_cluster(arguments: Namespace, profile: HardwareProfile) -> Cluster:
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--gpus: {error}") from None
     return make_cluster(profile, gpus, arguments.gpus_per_node)
-
-
-def read_gpus(text: str) -> int | range | None:
-    """Read --gpus of a search: a count, a range "8..1024" (both ends included), None for auto.
-
-    Raises:
-        ValueError: It is none of these.
-
-    """
-    if text == "auto":
-        return None
-    low, dots, high = text.partition("..")
-    try:
-        return range(positive(low), positive(high)) if dots else positive(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--gpus: {error} (a count, auto, or a range 8..1024)") from None
 
 
 def read_job(
@@ -292,13 +233,3 @@ def _add_choice(
         default=default and str(default),
         **kwargs,  # type: ignore[arg-type]  # only help and dest come here
     )
-
-
-def _gibibytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB") from None
-    if not 0 <= value <= MAX_TAKEN_GIB:
-        raise argparse.ArgumentTypeError(f"{text} does not lie between 0 and {MAX_TAKEN_GIB} GiB")
-    return value

@@ -11,12 +11,11 @@ from planner.cli import NO_ANSWER, NoAnswerError
 from planner.cli.constraint_flags import add_constraint_flags, read_constraints
 from planner.cli.flags import (
     add_input_flags,
-    positive,
-    read_gpus,
     read_hardware_flags,
     read_job,
     read_model_flag,
 )
+from planner.cli.values import positive, read_gpus
 
 if TYPE_CHECKING:
     from costmodels.hardware import HardwareProfile

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from planner.cli.flags import positive
+from planner.cli.values import positive
 
 EXAMPLE = "planner validate measured.csv -o predicted.csv"
 
