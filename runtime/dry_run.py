@@ -42,7 +42,7 @@ class RankRun:
     Attributes:
         rank: Global rank.
         flops: Executed, recomputation included.
-        num_bytes: By axis of the mesh (`mesh.GROUP_AXES`).
+        num_bytes: By axis of the mesh (`grid.GROUP_AXES`).
         peak: Bytes of live storage at the highest point, states included.
         messages: Of the shortest step that was run, in order.
 

@@ -17,8 +17,8 @@ from costmodels.memory import estimate_memory
 from costmodels.units import GIB
 from planner.plan import Plan
 from runtime.dry_run import RankRun, dry_run
+from runtime.grid import members, rank_at
 from runtime.lower import lower_graph
-from runtime.mesh import members, rank_at
 from runtime.trackers import Message
 
 PEAK_TOLERANCE = 0.05  # the contract's

@@ -5,7 +5,8 @@ from torch.nn import functional
 
 from costmodels.job import Precision, TrainingJob
 from costmodels.model import ModelSpec
-from runtime.mesh import GROUP_AXES, Group, Mesh
+from runtime.grid import GROUP_AXES
+from runtime.mesh import Group, Mesh
 from runtime.models import build_model
 
 SEQ = 16

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from costmodels.layout import AXES, Layout
 from runtime import collectives
+from runtime.grid import GROUP_AXES, coordinates, members, rank_at
 from runtime.launch import RankFailedError, run_ranks
-from runtime.mesh import GROUP_AXES, coordinates, members, rank_at
 
 
 @st.composite
@@ -20,6 +20,11 @@ def layouts(draw):
     divisors = [n for n in range(1, stage + 1) if stage % n == 0]
     ep = draw(st.sampled_from(divisors))
     etp = draw(st.sampled_from([n for n in divisors if stage % (ep * n) == 0]))
+    zero_groups = [  # the rule `zero_group_divides_by_experts` refuses the others
+        n
+        for n in range(1, dp * cp + 1)
+        if dp * cp % n == 0 and (n * tp % (ep * etp) == 0 or ep * etp % (n * tp) == 0)
+    ]
     return Layout(
         data_parallel=dp,
         tensor_parallel=tp,
@@ -27,7 +32,7 @@ def layouts(draw):
         context_parallel=cp,
         expert_parallel=ep,
         expert_tensor_parallel=etp,
-        zero_group=draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])),
+        zero_group=draw(st.sampled_from(zero_groups or [1])),
         layers_per_stage=(1,) * pp,
         rank_order=tuple(draw(st.permutations(AXES))),
     )
