@@ -16,7 +16,7 @@ from unit to unit.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,28 @@ class ParameterShard:
             full = torch.cat((full, zeros), self.dim)
         segments = full.chunk(self.num_segments, self.dim)
         return torch.cat([part.chunk(count, self.dim)[index] for part in segments], self.dim)
+
+    def places(self, mesh: Mesh) -> tuple[Tensor, ...]:
+        """Return, for each dim, which entries of the whole a rank holds; -1 is padding.
+
+        The piece is `full[places[0]][:, places[1]]...`, with zeros for padding.
+        """
+        places = [torch.arange(size) for size in self.global_shape]
+        if self.block_axis is not None:
+            size = self.global_shape[0] // mesh.size(self.block_axis)
+            places[0] = places[0].narrow(0, mesh.coordinate(self.block_axis) * size, size)
+        if self.dim is None:
+            return tuple(places)
+        index, count = 0, 1
+        if self.axis is not None:
+            index, count = mesh.coordinate(self.axis), mesh.size(self.axis)
+        own = places[self.dim]
+        # Blocks of dim 0 are never padded: experts divide, and what is cut within is another dim.
+        padding = max(self.padded_size - self.global_shape[self.dim], 0)
+        own = torch.cat((own, own.new_full((padding,), -1)))
+        segments = own.chunk(self.num_segments)
+        places[self.dim] = torch.cat([part.chunk(count)[index] for part in segments])
+        return tuple(places)
 
     def join(self, pieces: list[Tensor]) -> Tensor:
         """Return the whole parameter from all its pieces: the inverse of `cut`."""
@@ -260,10 +282,18 @@ class Program:
 Initialiser: TypeAlias = Callable[[ParameterShard], Tensor]
 
 
+@runtime_checkable
+class PieceInitialiser(Protocol):
+    """An initialiser that makes a rank's piece of a parameter without the whole."""
+
+    def piece(self, shard: ParameterShard, mesh: Mesh) -> Tensor:
+        """Return what `shard.of_rank` would cut from the whole."""
+
+
 def materialise(
     program: Program, initialise: Initialiser, *, device: torch.device | str = "cpu"
 ) -> None:
-    """Give every parameter of a program its values, in place, one whole parameter at a time.
+    """Give every parameter of a program its values, in place, one parameter at a time.
 
     Args:
         program: Its parameters lie on the meta device, in the dtype they are trained in.
@@ -278,7 +308,8 @@ def materialise(
         for unit in stage.units:
             for name, old in list(unit.named_parameters()):
                 if name not in made:
-                    piece = _piece(stage, name, initialise).to(device=device, dtype=old.dtype)
+                    piece = own_piece(initialise, stage.shard(name), stage.mesh)
+                    piece = piece.to(device=device, dtype=old.dtype)
                     made[name] = nn.Parameter(piece, requires_grad=old.requires_grad)
                 owner, _, leaf = name.rpartition(".")
                 setattr(unit.get_submodule(owner), leaf, made[name])
@@ -292,6 +323,8 @@ def move_buffers(program: Program, device: torch.device | str) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-def _piece(stage: StageModule, name: str, initialise: Initialiser) -> Tensor:
-    shard = stage.shard(name)
-    return shard.of_rank(initialise(shard).detach(), stage.mesh).clone()
+def own_piece(initialise: Initialiser, shard: ParameterShard, mesh: Mesh) -> Tensor:
+    """Return a rank's first values of a parameter, in memory of their own."""
+    if isinstance(initialise, PieceInitialiser):
+        return initialise.piece(shard, mesh)
+    return shard.of_rank(initialise(shard).detach(), mesh).clone()

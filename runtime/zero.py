@@ -13,7 +13,7 @@ from runtime import collectives
 from runtime.buckets import Bucket, Values
 from runtime.mesh import Mesh
 from runtime.packing import Precisions
-from runtime.program import Initialiser, ParameterShard, Program, move_buffers
+from runtime.program import Initialiser, ParameterShard, Program, move_buffers, own_piece
 from runtime.stage_states import StageStates
 
 __all__ = ["Precisions", "ShardedStates"]
@@ -44,8 +44,8 @@ class ShardedStates:
             program: Its parameters have their values, or lie on meta.
             mesh: Where this rank stands.
             precisions: Formats of the states.
-            initialise: Makes whole parameters for a program on meta, one after the other: with
-                ZeRO-3 a rank never holds more than one unit's whole weights.
+            initialise: Makes parameters for a program on meta, one after the other: with ZeRO-3 a
+                rank never holds more than its tensor-parallel piece of one unit's weights.
             bucket_bytes: Parameters are grouped up to this size.
 
         """
@@ -126,7 +126,7 @@ class ShardedStates:
 
 def _piece_maker(initialise: Initialiser, mesh: Mesh) -> Values:
     def piece(shard: ParameterShard) -> Tensor:
-        return shard.of_rank(initialise(shard).detach(), mesh)
+        return own_piece(initialise, shard, mesh)
 
     return piece
 
