@@ -24,6 +24,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from runtime.expert_blocks import experts_as_operators
 from runtime.program import BATCH_FIELDS, IGNORED_LABEL
 
 _PREFIX = "network."
@@ -127,7 +128,9 @@ def _export(model: nn.Module) -> ExportedProgram:
     # torch.export reports guesses about dynamic sizes as warnings; the passes check what they need.
     logging.getLogger("torch.export").setLevel(logging.ERROR)
     try:
-        return export(_SummedLoss(model.train()), example, dynamic_shapes=dynamic, strict=False)
+        with experts_as_operators(model):
+            wrapped = _SummedLoss(model.train())
+            return export(wrapped, example, dynamic_shapes=dynamic, strict=False)
     except (RuntimeError, TypeError, torch._dynamo.exc.UserError) as error:  # noqa: SLF001
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"{type(model).__name__} cannot be traced: {first_line}") from error

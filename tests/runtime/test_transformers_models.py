@@ -25,6 +25,14 @@ SIZES = {
     "num_hidden_layers": small.NUM_LAYERS,
     "use_cache": False,
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+QWEN3_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "head_dim": 4,
+    "norm_topk_prob": False,
+}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GPT2_SIZES = {
     "n_embd": 32,
@@ -50,14 +58,18 @@ def make(name):
             "llama": (t.LlamaConfig, t.LlamaForCausalLM, {"rms_norm_eps": 1e-5}),
             "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
             "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, {"head_dim": 4}),
+            "mistral": (t.MistralConfig, t.MistralForCausalLM, {"sliding_window": None}),
+            "mixtral": (t.MixtralConfig, t.MixtralForCausalLM, EXPERTS),
+            "qwen3-moe": (t.Qwen3MoeConfig, t.Qwen3MoeForCausalLM, QWEN3_EXPERTS),
         }[name]
         return model(config(**SIZES, **NO_TOKENS, **extra))
 
 
-NAMES = ["llama", "qwen2", "qwen3", "gpt2"]
+NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+MOE_NAMES = ["mixtral", "qwen3-moe"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *MOE_NAMES])
 def test_one_process_equals_the_unmodified_model(name):
     model = make(name)
     values, data = small.weights(model, scale=0.1), small.batch()
