@@ -108,7 +108,8 @@ def fullest_moment(
             left = layers.activations - per_micro_batch[0]
             reduced = late - float(blocks.embedding.late_gradients[0])
             last = float(moving.embedding[0]) + reduced
-            found.append(replace(layers, activations=left, transient=last))
+            weights = states.parameters - float(moving.released[0])
+            found.append(replace(layers, parameters=weights, activations=left, transient=last))
     return max(found, key=lambda parts: parts.reserved)
 
 

@@ -38,6 +38,7 @@ class Transients:
         recompute: The same where it is recomputed in full first.
         after_head: What the last layer meets on top: the head's gradients under reduction.
         embedding: While the embedding runs backward, last of all.
+        released: Of `gathered`, what is no longer held by then: the layers.
         head: While the head runs backward, the logits and their gradient apart.
 
     """
@@ -49,6 +50,7 @@ class Transients:
     recompute: Column
     after_head: Column
     embedding: Column
+    released: Column
     head: Column
 
 
@@ -85,21 +87,25 @@ def transients(
     layers = always + gradients + outstanding + largest + backward
     of_head = _whole_gradients(job, table, head)
     stream = _stream(model, job, table)
-    # A tied table's gradient from the head waits for the one from the embedding, and their sum.
+    # A tied table's gradient from the head waits for the one from the embedding, and their sum;
+    # the sum alone is left when it moves into its reduction buffer.
     is_tied = model.tied_embeddings & (table.pipeline_parallel == 1)
+    of_table = _product(job, embedding.local_weights)
     copies = np.where(is_tied, 3, 1)
+    gathered = _gathered(job, states, embedding, head)
+    ends_stay = BEHAVIOURS[job.target].keeps_ends_gathered
     output = np.where(is_tied, embedding.local_weights, head.local_weights)
     return Transients(
         boundary=stream * BEHAVIOURS[job.target].keeps_stage_outputs,
-        gathered=_gathered(job, states, embedding, head),
+        gathered=gathered,
         always=always,
         layers=layers,
         recompute=layers + brought_back,
         after_head=np.maximum(of_head - gradients, 0.0) * (outstanding is gradients),
         embedding=always
         + outstanding
-        + _whole_gradients(job, table, embedding)
-        + _product(job, embedding.local_weights) * copies,
+        + np.maximum(of_table * copies, of_table + _whole_gradients(job, table, embedding)),
+        released=np.maximum(gathered - embedding.gathered - head.gathered * ends_stay, 0.0),
         head=always + of_head + _product(job, output),
     )
 
