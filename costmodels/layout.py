@@ -129,7 +129,10 @@ class Layout:
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the global stages that a pipeline rank holds, in model order."""
-        return tuple(s for s in range(self.num_stages) if self.rank_of_stage(s) == rank)
+        if self.stages_are_v_shaped:
+            both = (rank, 2 * self.pipeline_parallel - 1 - rank)
+            return tuple(stage for stage in both if stage < self.num_stages)
+        return tuple(range(rank, self.num_stages, self.pipeline_parallel))
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ Moments, of which the largest counts:
 How many micro-batches are in flight is read off the schedule's own table.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from costmodels.block_memory import BlockMemory
 from costmodels.job import Optimizer, TrainingJob
 from costmodels.layout import Layout, Offload, Recompute, Schedule
-from costmodels.model import LayerKind, ModelSpec
+from costmodels.model import ModelSpec
 from costmodels.schedule import held_moments
 from costmodels.states import BlockStates, bytes_per_weight
 from costmodels.targets import BEHAVIOURS
@@ -32,8 +32,6 @@ Moments = tuple[tuple[int, ...], ...]
 
 LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
 FP32_BYTES = 4
-_DENSE = LayerKind(window=None, has_experts=False)
-_EXPERTS = LayerKind(window=None, has_experts=True)
 
 
 def rank_moments(layout: Layout) -> tuple[Moments, ...]:
@@ -79,53 +77,79 @@ def fullest_moment(
 ) -> MemoryParts:
     """Return the allocator's parts of one pipeline rank at the largest of its moments."""
     stages = layout.stages_of_rank(rank)
-    states = _states_of_rank(model, layout, blocks, stages)
+    held = blocks_of_rank(model, layout, blocks, stages)
+    states = _states_of_rank(held, blocks)
     per_micro_batch = [kept_by_stage(model, layout, blocks, stage) for stage in stages]
     moving, logits = blocks.transients, blocks.head_bytes
     saved, norm = float(logits.saved[0]), float(logits.norm[0])
-    backward = moving.recompute if _recomputes_whole_stage(layout, stages) else moving.layers
+    backward = float(
+        (moving.recompute if _recomputes_whole_stage(layout, stages) else moving.layers)[0]
+    )
     has_head = layout.num_stages - 1 in stages
-    backward = backward + moving.after_head * has_head
-    late = _late_gradients(model, layout, blocks, stages)
-    step = step_bytes(model, job, layout, blocks, stages) + late
-    found = [replace(states, transient=step)]
+    if has_head:
+        backward += float(moving.after_head[0])
+    late = sum(count * float(block.late_gradients[0]) for block, count in held)
+    step = _Moment(transient=_step_bytes(job, held) + late)
+    found = [step]
     for moment in moments:
         kept = sum(count * size for count, size in zip(moment, per_micro_batch, strict=True))
         waiting = moment[-1] if has_head else 0
-        layers = replace(
-            states,
-            activations=kept + waiting * norm,
-            logits=max(waiting - 1, 0) * saved,
-            transient=float(backward[0]),
-        )
-        found.append(layers)
+        activations = kept + waiting * norm
+        behind = max(waiting - 1, 0) * saved
+        found.append(_Moment(activations=activations, logits=behind, transient=backward))
         if waiting:
-            loss = layers.logits + float(logits.peak[0])
-            found.append(replace(layers, logits=loss, transient=float(moving.always[0])))
-            output = layers.logits + float(logits.gradient[0])
-            found.append(replace(layers, logits=output, transient=float(moving.head[0])))
+            loss, gradient = float(logits.peak[0]), float(logits.gradient[0])
+            always, head = float(moving.always[0]), float(moving.head[0])
+            found += [
+                _Moment(activations=activations, logits=behind + loss, transient=always),
+                _Moment(activations=activations, logits=behind + gradient, transient=head),
+            ]
         if 0 in stages and moment[0]:
-            left = layers.activations - per_micro_batch[0]
             reduced = late - float(blocks.embedding.late_gradients[0])
-            last = float(moving.embedding[0]) + reduced
-            weights = states.parameters - float(moving.released[0])
-            found.append(replace(layers, parameters=weights, activations=left, transient=last))
-    return max(found, key=lambda parts: parts.reserved)
+            found.append(
+                _Moment(
+                    activations=activations - per_micro_batch[0],
+                    logits=behind,
+                    transient=float(moving.embedding[0]) + reduced,
+                    released=float(moving.released[0]),
+                )
+            )
+    fullest = max(found, key=lambda one: one.total)
+    return replace(
+        states,
+        parameters=states.parameters - fullest.released,
+        activations=fullest.activations,
+        logits=fullest.logits,
+        transient=fullest.transient,
+    )
 
 
-def layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[LayerKind, ...]:
-    """Return the kinds of the layers that a global stage holds, in order, windows left out."""
-    first = sum(layout.layers_per_stage[:stage])
-    layers = range(first, first + layout.layers_per_stage[stage])
+class _Moment(NamedTuple):
+    """What a rank holds at one moment besides its states, and weights that it let go of."""
+
+    transient: float
+    activations: float = 0.0
+    logits: float = 0.0
+    released: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.logits + self.transient - self.released
+
+
+def _layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return how many layers of a global stage have no experts, and how many have.
+
+    Layers without experts lead the network, so they lead their stage.
+    """
+    first, count = sum(layout.layers_per_stage[:stage]), layout.layers_per_stage[stage]
     dense = model.num_layers if model.moe is None else model.moe.num_dense_layers
-    return tuple(_DENSE if layer < dense else _EXPERTS for layer in layers)
+    plain = min(max(dense - first, 0), count)
+    return plain, count - plain
 
 
-def _states_of_rank(
-    model: ModelSpec, layout: Layout, blocks: BlockMemory, stages: Sequence[int]
-) -> MemoryParts:
-    """Return parameters, gradients and optimizer states of a rank's stages."""
-    held = blocks_of_rank(model, layout, blocks, stages)
+def _states_of_rank(held: list[tuple[BlockStates, int]], blocks: BlockMemory) -> MemoryParts:
+    """Return parameters, gradients and optimizer states of a rank's blocks."""
 
     def total(part: str) -> float:
         return sum(count * float(getattr(block, part)[0]) for block, count in held)
@@ -137,21 +161,14 @@ def _states_of_rank(
     )
 
 
-def _late_gradients(
-    model: ModelSpec, layout: Layout, blocks: BlockMemory, stages: Sequence[int]
-) -> float:
-    """Return the cut gradients of a rank that exist from its only backward pass to the step."""
-    held = blocks_of_rank(model, layout, blocks, stages)
-    return sum(count * float(block.late_gradients[0]) for block, count in held)
-
-
 def blocks_of_rank(
     model: ModelSpec, layout: Layout, blocks: BlockMemory, stages: Sequence[int]
 ) -> list[tuple[BlockStates, int]]:
     """Return the blocks of a rank's stages and how often it holds each."""
-    counts = Counter(kind for stage in stages for kind in layers_of_stage(model, layout, stage))
+    by_stage = [_layers_of_stage(model, layout, stage) for stage in stages]
+    plain, experts = (sum(of_kind) for of_kind in zip(*by_stage, strict=True))
     held = [
-        (states, counts[kind])
+        (states, experts if kind.has_experts else plain)
         for kind, states in zip(blocks.kinds, blocks.layer_states, strict=True)
     ]
     held.append((blocks.embedding, int(0 in stages)))
@@ -161,20 +178,26 @@ def blocks_of_rank(
 
 def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int) -> float:
     """Return what one micro-batch keeps in the layers of a stage; offloading leaves two layers."""
-    kinds = layers_of_stage(model, layout, stage)
-    by_kind = dict(zip(blocks.kinds, blocks.layer_bytes, strict=True))
-    num_recomputed = 0
+    counts = _layers_of_stage(model, layout, stage)
+    redone = 0
     if layout.recompute is Recompute.FULL:
-        num_recomputed = layout.recompute_layers or len(kinds)
-    kept = [
-        float((by_kind[kind].recomputed if place < num_recomputed else by_kind[kind].kept)[0])
-        for place, kind in enumerate(kinds)
-    ]
+        redone = layout.recompute_layers or sum(counts)
+    by_kind = {
+        kind.has_experts: size for kind, size in zip(blocks.kinds, blocks.layer_bytes, strict=True)
+    }
+    kept: list[tuple[float, int]] = []
+    for has_experts, count in zip((False, True), counts, strict=True):
+        if count:
+            again = min(redone, count)
+            redone -= again
+            size = by_kind[has_experts]
+            kept += [(float(size.recomputed[0]), again), (float(size.kept[0]), count - again)]
     is_last = stage == layout.num_stages - 1
     output = 0.0 if is_last else float(blocks.transients.boundary[0])
     if Offload.ACTIVATIONS in layout.offload:
-        return sum(sorted(kept)[-LAYERS_BEING_MOVED:]) + output
-    return sum(kept) + output
+        each = sorted(size for size, count in kept for _ in range(count))
+        return sum(each[-LAYERS_BEING_MOVED:]) + output
+    return sum(size * count for size, count in kept) + output
 
 
 def _recomputes_whole_stage(layout: Layout, stages: Sequence[int]) -> bool:
@@ -193,6 +216,11 @@ def step_bytes(
     stages: Sequence[int],
 ) -> float:
     """Return buckets, and the copies of 16-bit gradients that optimizers make of their shard."""
+    return _step_bytes(job, blocks_of_rank(model, layout, blocks, stages))
+
+
+def _step_bytes(job: TrainingJob, held: list[tuple[BlockStates, int]]) -> float:
+    """Return the same for the blocks of a rank."""
     per_weight, behaviour = bytes_per_weight(job), BEHAVIOURS[job.target]
     copies = behaviour.step_bytes if per_weight.gradient < FP32_BYTES else 0
     master = per_weight.working if job.optimizer is Optimizer.ADAMW_BF16 else FP32_BYTES
@@ -200,6 +228,5 @@ def step_bytes(
         copies = master
     if not per_weight.optimizer:
         return behaviour.bucket_bytes
-    held = blocks_of_rank(model, layout, blocks, stages)
     states = sum(count * float(block.optimizer[0]) for block, count in held)
     return states / per_weight.optimizer * copies + behaviour.bucket_bytes
