@@ -147,6 +147,9 @@ class ModelSpec:
         attention_sinks: One learned logit per head (gpt-oss).
         num_mtp_layers: Multi-token-prediction blocks after the last layer, a fact of the config;
             parameter counts are of the main model, without them.
+        whole_matrices: Weights of each layer in matrices that are neither attention nor
+            feed-forward (of a traced module): every tensor-parallel rank applies all of them.
+        whole_vectors: The same of vectors.
         rope_theta: None without rotary positions (learned ones, or ALiBi where there are none).
         rope_scaling: Key-value pairs of the config's rope_scaling, for the runtime only; lists
             and tables are JSON text.
@@ -189,11 +192,14 @@ class ModelSpec:
     latent_attention: LatentAttention | None = None
     moe: MixtureOfExperts | None = None
     num_mtp_layers: int = 0
+    whole_matrices: int = 0
+    whole_vectors: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes that no network can have."""
         _require_at_least(1, self, *_POSITIVE)
         _require_at_least(0, self, "num_position_embeddings", "num_mtp_layers")
+        _require_at_least(0, self, "whole_matrices", "whole_vectors")
         _require(self.norm_epsilon > 0, "norm_epsilon must be above 0", self.norm_epsilon)
         _require(
             0 < self.rope_fraction <= 1, "rope_fraction must lie in (0, 1]", self.rope_fraction

@@ -16,7 +16,7 @@ Narayanan et al. 2021 (arXiv:2104.04473, appendix): 6 per weight in a matrix pro
 as a full square.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from costmodels.model import LatentAttention, LayerKind, ModelSpec
 
@@ -29,7 +29,8 @@ class LayerParameters:
         query_and_output_matrices: Cut by heads over the tensor axis. With latent attention these
             are the up-projections and the output.
         key_value_matrices: Cut by key-value heads; copied where the axis is longer than these.
-        latent_matrices: Down-projections of latent attention, whole on every rank.
+        latent_matrices: Down-projections of latent attention, whole on every rank, and what else
+            is (`ModelSpec.whole_matrices`).
         ffn_matrices: The dense feed-forward block, or the always-on shared experts.
         expert_matrices: All routed experts together, over expert and expert-tensor parallelism.
         router: The router's matrix (and a shared expert's gate), whole on every rank.
@@ -84,7 +85,12 @@ def layer_parameters(model: ModelSpec, kind: LayerKind) -> LayerParameters:
 
     """
     norms = model.norms_per_layer * _norm_parameters(model, model.hidden_size)
-    return _add(_attention(model), _feed_forward(model, kind), replicated=norms)
+    parts = _add(_attention(model), _feed_forward(model, kind), replicated=norms)
+    return replace(
+        parts,
+        latent_matrices=parts.latent_matrices + model.whole_matrices,
+        replicated_vectors=parts.replicated_vectors + model.whole_vectors,
+    )
 
 
 def embedding_parameters(model: ModelSpec, vocab_size: int | None = None) -> int:

@@ -217,9 +217,19 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
         ]
     if moe is not None and moe.shared_gate:
         ops += shared_gate_ops(model, shard)
+    if model.whole_matrices:
+        ops.append(_whole_matrices(model, shard))
     rest = norms[1:] if model.parallel_block else norms[2:]
     ops += [*rest, _residual("ffn_residual", elements)]
     return Block(name="layer", ops=tuple(_with_adapters(job, ops)))
+
+
+def _whole_matrices(model: ModelSpec, shard: Shard) -> Gemm:
+    """Multiply by what no rule cuts: between the parallel regions, in one product of that size."""
+    k = model.hidden_size if model.whole_matrices % model.hidden_size == 0 else 1
+    return Gemm(
+        name="whole_matrices", module="mlp", m=shard.outer_tokens, n=model.whole_matrices // k, k=k
+    )
 
 
 def _attention_input(model: ModelSpec) -> tuple[int, str]:
