@@ -13,6 +13,7 @@ Node meta: "val" is the *whole* value (shape, dtype), also after passes have cut
 path of the module that made it.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from runtime.blocks import number_blocks
 from runtime.expert_blocks import experts_as_operators
 from runtime.program import BATCH_FIELDS, IGNORED_LABEL
 
@@ -64,9 +66,13 @@ class _SummedLoss(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
+        self.tokens_name, self.takes_positions = _inputs_of(network)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
-        output = self.network(input_ids=input_ids, position_ids=position_ids)
+        given: dict[str, Tensor] = {}
+        if self.takes_positions:
+            given["position_ids"] = position_ids
+        output = self.network(**{self.tokens_name: input_ids}, **given)
         logits: Tensor = output if isinstance(output, Tensor) else output[0]
         # fp32 where the model computes in less, unchanged where it computes in more.
         scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
@@ -75,13 +81,39 @@ class _SummedLoss(nn.Module):
         )
 
 
+def _inputs_of(network: nn.Module) -> tuple[str, bool]:
+    """Return what a model calls its tokens, and whether it takes positions besides.
+
+    Raises:
+        ValueError: It cannot be called with tokens alone.
+
+    """
+    known = inspect.signature(network.forward).parameters
+    if "input_ids" in known:
+        return "input_ids", "position_ids" in known
+    needed = [
+        name
+        for name, parameter in known.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    others = [name for name in needed[1:] if name != "position_ids"]
+    if not needed or others:
+        raise ValueError(
+            f"{type(network).__name__}.forward takes ({', '.join(known)}); a language model takes "
+            "its tokens first and needs nothing else but position_ids"
+        )
+    return needed[0], "position_ids" in known
+
+
 def capture(model: nn.Module, *, dtype: torch.dtype | None = None) -> GraphModule:
     """Return the graph of a causal language model and its summed loss, on the meta device.
 
     Args:
-        model: Called as `model(input_ids=..., position_ids=...)`; returns logits
-            [batch, length, vocabulary], alone or first of a tuple. It is left as it is, except
-            that its parameters move to the meta device.
+        model: Called as `model(input_ids=..., position_ids=...)`, or with tokens under the name
+            of its only needed input where it has no `input_ids`; without `position_ids` where it
+            does not take them. Returns logits [batch, length, vocabulary], alone or first of a
+            tuple. It is left as it is, except that its parameters move to the meta device.
         dtype: Of the parameters; None keeps the model's.
 
     Raises:
@@ -101,7 +133,9 @@ def capture(model: nn.Module, *, dtype: torch.dtype | None = None) -> GraphModul
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer)
-    return _with_attributes(exported, model, buffers)
+    captured = _with_attributes(exported, model, buffers)
+    number_blocks(captured)
+    return captured
 
 
 def _to_meta(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from runtime.ops import norm
@@ -57,7 +58,7 @@ def infer_roles(graph: GraphModule) -> dict[str, Role]:
     roles: dict[str, Role] = {}
     for node in graph.graph.nodes:
         if node.target is _aten.linear.default:
-            columns = _column_sources(node)
+            columns = linear_sources(node)
             segments = {source: _num_segments(source) for source in columns}
             if columns and all(segments.values()):
                 roles[parameter_name(node.args[1])] = Role(part=Part.ROW)
@@ -79,7 +80,8 @@ def parameter_name(node: object) -> str:
     return str(node.target) if isinstance(node, Node) and node.op == "get_attr" else ""
 
 
-def _column_sources(row: Node) -> tuple[Node, ...]:
+def linear_sources(row: Node) -> tuple[Node, ...]:
+    """Return the linear layers that a row layer's input comes out of."""
     return _sources(row.args[0]) if parameter_name(row.args[1]) else ()
 
 
@@ -146,10 +148,13 @@ def _num_segments(linear: Node) -> int:
 def _embeds_tokens(embedding: Node) -> bool:
     """Tell whether an embedding looks up the batch's tokens, rather than positions."""
     index = embedding.args[1]
-    while (
-        isinstance(index, Node)
-        and index.op == "call_function"
-        and index.target is not operator.getitem
-    ):
+    while isinstance(index, Node) and index.op == "call_function" and _moves_elements(index):
         index = index.args[0]
     return isinstance(index, Node) and index.target == "input_ids"
+
+
+def _moves_elements(node: Node) -> bool:
+    """Tell whether a node has its first input's elements: positions counted to its size do not."""
+    source = node.args[0] if node.args else None
+    is_of_tensor = isinstance(source, Node) and isinstance(source.meta.get("val"), Tensor)
+    return is_of_tensor and node.target is not operator.getitem

@@ -3,6 +3,7 @@
     arange(s, device="meta")                      arange(s, device=input_ids.device)
     to(x, device, dtype), slice(x, 0, s), dropout(x, 0.0)      a cast, or nothing
     view -> addmm(bias, x, weight) -> view        linear(x, t(weight), bias)
+    unflatten(x, -1, [heads, d])                  reshape(x, [b, s, heads, d])
     sdpa(q, k, v, attn_mask=causal mask)          sdpa(q, k, v, is_causal=True)
     sdpa(q, repeat(k), repeat(v))                 sdpa(q, k, v, enable_gqa=True)
     aten.rms_norm over the last dim               ops.norm.rms_norm, which keeps less
@@ -40,6 +41,8 @@ def canonicalise(graph: GraphModule, context: LoweringContext) -> GraphModule:
         if node.op == "call_function":
             _drop_device(graph.graph, node)
             _drop_no_op(node)
+            if node.target is _aten.unflatten.int:
+                _write_as_view(graph.graph, node)
     for node in list(graph.graph.nodes):
         if node.target is _aten.addmm.default:
             _merge_linear(graph.graph, node)
@@ -114,6 +117,29 @@ def _is_no_op(node: Node, source: Node) -> bool:
     if node.target is _aten.slice.Tensor:
         return node.args[2:] == (0, _END)
     return node.target in (_aten.dropout.default, _aten.alias.default)
+
+
+def _write_as_view(graph: fx.Graph, node: Node) -> None:
+    """Spell out all sizes of what splits one dim."""
+    source, dim, sizes = node.args
+    assert isinstance(source, Node)
+    assert isinstance(dim, int)
+    assert isinstance(sizes, (list, tuple))
+    before = source.meta["val"].shape
+    dim %= len(before)
+    with graph.inserting_before(node):
+        shape: list[Any] = [_size(graph, source, i) for i in range(len(before))]
+    shape[dim : dim + 1] = sizes
+    node.target, node.args = _aten.reshape.default, (source, shape)
+
+
+def _size(graph: fx.Graph, source: Node, dim: int) -> int | Node:
+    size = source.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    node = graph.call_function(_aten.sym_size.int, (source, dim))
+    node.meta = {"val": size, "module": source.meta["module"]}
+    return node
 
 
 # Linear layers.

@@ -74,9 +74,10 @@ def _replicated_embedding(sharder: Sharder, node: Node, weight: Node) -> Placeme
     assert isinstance(ids, Node)
     if not sharder.sequence_parallel or sharder.is_trained(ids):
         return whole(sharder, node)
-    node.replace_input_with(ids, sharder.to_sharded(ids, SEQUENCE_DIM, node))
+    dim = ids.meta["val"].dim() - 1  # [batch, length], or [length] of a model that counts itself
+    node.replace_input_with(ids, sharder.to_sharded(ids, dim, node))
     sharder.note_gradient(weight, is_partial=True)
-    return Sharded(SEQUENCE_DIM)
+    return Sharded(dim)
 
 
 def cross_entropy(sharder: Sharder, node: Node) -> Placement:

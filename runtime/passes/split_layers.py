@@ -12,16 +12,14 @@ no weights is computed once and shared; of what does, one value crosses from uni
 of the pipeline is a run of units.
 """
 
-import re
-from collections import Counter
 from itertools import pairwise
 
 from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
+from runtime.blocks import container_of, layer_of
 from runtime.passes.pipeline import LoweringContext
 
-_INDEXED = re.compile(r"^(?:(.*)\.)?(\d+)(?:\.|$)")
 SHARED = "shared"
 
 
@@ -82,31 +80,24 @@ def _assign_units(graph: GraphModule, trained: set[Node], num_layers: int) -> di
     for node in graph.graph.nodes:
         if node not in trained:
             continue
-        path, index = _layer(node)
+        index = layer_of(node.meta["module"], container)
         reached = max((unit_of[i] for i in node.all_input_nodes if i in unit_of), default=0)
-        own = index + 1 if path == container else (num_layers + 1 if reached else 0)
+        own = index + 1 if index >= 0 else (num_layers + 1 if reached else 0)
         # A transposed weight has no inputs that tell where it belongs; its only user does.
         unit_of[node] = max(own, reached)
     layers = {unit for unit in unit_of.values() if 0 < unit <= num_layers}
-    found = max(
-        (_layer(node)[1] + 1 for node in trained if _layer(node)[0] == container), default=0
-    )
+    found = max((layer_of(node.meta["module"], container) + 1 for node in trained), default=0)
     if found != num_layers or len(layers) != num_layers:
         raise ValueError(f"the model has {found} layers in {container!r}, the plan {num_layers}")
     return unit_of
 
 
-def _layer(node: Node) -> tuple[str, int]:
-    match = _INDEXED.match(node.meta["module"])
-    return (match[1] or "", int(match[2])) if match else ("", -1)
-
-
 def _container(trained: set[Node]) -> str:
-    """Return the path of the module list that holds the layers: the one with most nodes."""
-    paths = Counter(_layer(node)[0] for node in trained if _layer(node)[1] >= 0)
-    if not paths:
-        raise ValueError("the model has no list of repeated layers to cut at")
-    return max(sorted(paths), key=lambda path: paths[path])
+    """Return the path of the module list that holds the layers."""
+    container = container_of(node.meta["module"] for node in trained)
+    if container is None:
+        raise ValueError("the model has no repeated layers to cut at")
+    return container
 
 
 class _Top:
