@@ -1,8 +1,7 @@
 """Compare what a lowered plan does with what the cost model says, without a cluster.
 
-Ranks that differ only in their place on the tensor, context and data axes run the same program, so
-one rank of each pipeline rank stands for its role. Per role: executed FLOPs and the bytes that each
-axis carries must equal `costmodels.counts` exactly, the peak of live storage must lie within 5 % of
+One rank of each role (`rank_roles`) is run. Per role: executed FLOPs and the bytes that each axis
+carries must equal `costmodels.counts` exactly, the peak of live storage must lie within 5 % of
 `costmodels.memory`. Across ranks: whoever shares a group must call the same collectives in the same
 order, and every message sent must be received.
 """
@@ -12,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.counts import count_rank
-from costmodels.layout import Layout
 from costmodels.memory import estimate_memory
 from costmodels.units import GIB
 from planner.plan import Plan
 from runtime.dry_run import RankRun, dry_run
-from runtime.grid import members, rank_at
 from runtime.lower import lower_graph
+from runtime.modules import module_of_plan, needs_module
+from runtime.rank_roles import rank_roles
 from runtime.trackers import Message
 
 PEAK_TOLERANCE = 0.05  # the contract's
@@ -39,7 +38,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleReport:
-    """One pipeline rank's figures.
+    """One role's figures.
 
     Attributes:
         ranks: Global ranks of the role, ascending.
@@ -90,26 +89,31 @@ class VerifyReport:
         }
 
 
-def verify(plan: Plan) -> VerifyReport:
+def verify(plan: Plan, module: str | None = None) -> VerifyReport:
     """Dry-run every role of a plan.
+
+    Args:
+        plan: What to run.
+        module: `package.module:function` where the plan is of a traced module.
 
     Raises:
         ValueError: The plan cannot be lowered: an unknown architecture, degrees that do not divide.
 
     """
     layout = plan.layout
-    lowered = lower_graph(plan.model, plan.job, layout)
+    network = module_of_plan(plan, str(module)).module if needs_module(plan, module) else plan.model
+    lowered = lower_graph(network, plan.job, layout)
     # A dry run gives all experts equal shares; the estimate's margin for uneven ones is left out.
     job = replace(plan.job, switches=replace(plan.job.switches, balanced_routing=True))
     memory = estimate_memory(plan.model, job, plan.cluster, layout)
     roles, runs = [], []
-    for place in range(layout.pipeline_parallel):
-        ranks = _ranks_of_role(layout, place)
-        run = dry_run(lowered, plan.job, layout, ranks[0])
+    for role in rank_roles(plan.model, plan.job, layout):
+        place = role.stage_rank
+        run = dry_run(lowered, plan.job, layout, role.ranks[0])
         counts = count_rank(plan.model, plan.job, layout, place)
         roles.append(
             RoleReport(
-                ranks=ranks,
+                ranks=role.ranks,
                 flops=Pair(graph=run.flops, estimate=counts.flops),
                 num_bytes=_pairs(bytes_by_axis(run), dict(counts.num_bytes)),
                 live_peak=Pair(graph=run.peak, estimate=memory.per_rank[place].allocated),
@@ -121,12 +125,6 @@ def verify(plan: Plan) -> VerifyReport:
         disagreements=tuple(disagreements(runs)),
         warnings=lowered.meta["warnings"],
     )
-
-
-def _ranks_of_role(layout: Layout, place: int) -> tuple[int, ...]:
-    first = rank_at(layout, {"tp": 0, "cp": 0, "dp": 0, "pp": place})
-    peers = members(layout, first, "dp_cp")
-    return tuple(sorted(rank for peer in peers for rank in members(layout, peer, "tp")))
 
 
 def bytes_by_axis(run: RankRun) -> dict[str, int]:

@@ -100,7 +100,8 @@ def plan_of(plan_layout, model="llama"):
 def test_the_report_names_every_role_once():
     report = verify(plan_of(LAYOUTS["all"]))
     answer = report.to_json()
-    assert [role["ranks"] for role in answer["roles"]] == ["0-3", "4-7"]
+    # The vocabulary is odd: the second tensor rank holds a column less.
+    assert [role["ranks"] for role in answer["roles"]] == ["0,2", "1,3", "4,6", "5,7"]
     assert answer["collectives_agree"] is True
     for role in answer["roles"]:
         assert role["flops"]["graph"] == role["flops"]["estimate"] > 0
