@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # no public names whe
 from torch.distributed.rendezvous import rendezvous
 
 from costmodels.layout import Layout
+from runtime.cores import bind_to_cores
 from runtime.grid import GROUP_AXES, members, partition
 
 
@@ -182,11 +183,17 @@ def join(
         world_size: Processes of the job, with `store`.
 
     """
+    local_rank, num_local = rank, world_size
     if store is None:
+        local_rank, num_local = (
+            int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE")
+        )
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps the store when it starts ranks again: the dead ranks' keys are still there.
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set_timeout(timeout)
+    if device.type == "cpu":  # before gloo starts its threads
+        bind_to_cores(local_rank, num_local)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield World(device, timeout, store)
