@@ -17,9 +17,9 @@ from runtime.measure.stopwatch import Stopwatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_WIDTH = 64
-# Results go round through this much memory that the process already has, as activations do: out of
-# cache, but without the system's handing out of fresh pages, which a trainer pays in its first step
-# and which would be most of a pass on a CPU.
+# Operands and results go round through this much memory that the process already has, as weights
+# and activations do: out of cache, but without the system's handing out of fresh pages, which a
+# trainer pays in its first step and which would be most of a pass on a CPU.
 ROUND_BYTES = {"cpu": 128 * MIB, "cuda": 2**30}
 EMPTY_ELEMENTS = 16
 # Causal kernels compute half the square: 2 products of 2 S^2 d / 2, and 5 backward.
@@ -109,36 +109,55 @@ def precisions(device: torch.device) -> tuple[str, ...]:
 
 
 def _pass_sample(watch: Stopwatch, size: int) -> Sample:
-    x = torch.ones(size // 4, device=watch.device)
-    y = torch.ones_like(x)
-    results = [torch.ones_like(x) for _ in range(max(2, ROUND_BYTES[watch.device.type] // size))]
+    count = max(2, ROUND_BYTES[watch.device.type] // (3 * size))
+    operands = [
+        tuple(torch.ones(size // 4, device=watch.device) for _ in range(3)) for _ in range(count)
+    ]
 
     def go_round() -> None:
-        for result in results:
+        for x, y, result in operands:
             torch.add(x, y, out=result)
 
-    seconds = watch.seconds(go_round) / len(results)
+    seconds = watch.seconds(go_round) / count
     return sample("memory_pass", "fp32", seconds, moved=3 * size, kernels=1)
 
 
 def _product_samples(
     watch: Stopwatch, precision: str, shape: tuple[int, int, int]
 ) -> Iterator[Sample]:
-    """Measure a linear layer forward, and its weight's gradient: two orders of the operands."""
+    """Measure a linear layer forward, and its weight's gradient: two orders of the operands.
+
+    As in a network, every product finds operands that nobody has touched for a while.
+    """
     tokens, inputs, outputs = shape
     dtype = DTYPES[precision]
-    x = torch.randn(tokens, inputs, dtype=dtype, device=watch.device)
-    weight = torch.randn(outputs, inputs, dtype=dtype, device=watch.device)
-    gradient = torch.randn(tokens, outputs, dtype=dtype, device=watch.device)
-    calls: tuple[tuple[Callable[[], Tensor], tuple[int, int, int]], ...] = (
-        (lambda: functional.linear(x, weight), (tokens, outputs, inputs)),
-        (lambda: gradient.t() @ x, (outputs, inputs, tokens)),
+    elements = tokens * inputs + outputs * inputs + tokens * outputs
+    count = max(2, ROUND_BYTES[watch.device.type] // (elements * dtype.itemsize))
+    sets = [
+        tuple(
+            torch.full(sizes, 0.5, dtype=dtype, device=watch.device)
+            for sizes in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        )
+        for _ in range(count)
+    ]
+
+    def forward() -> None:
+        for x, weight, _ in sets:
+            functional.linear(x, weight)
+
+    def to_weight() -> None:
+        for x, _, gradient in sets:
+            torch.mm(gradient.t(), x)
+
+    calls: tuple[tuple[Callable[[], None], tuple[int, int, int]], ...] = (
+        (forward, (tokens, outputs, inputs)),
+        (to_weight, (outputs, inputs, tokens)),
     )
     for call, (m, n, k) in calls:
         yield sample(
             "gemm",
             precision,
-            watch.seconds(call),
+            watch.seconds(call) / count,
             m=m,
             n=n,
             k=k,

@@ -19,6 +19,7 @@ from costmodels.layout import Layout
 from costmodels.profile_schema import MACHINE_KEYS, Entry
 from costmodels.profile_toml import profile_entries, profile_from_entries
 from costmodels.units import GIB
+from planner.presets import read_model
 from runtime.launch import run_ranks
 from runtime.measure.fitting import (
     Found,
@@ -30,6 +31,7 @@ from runtime.measure.fitting import (
 )
 from runtime.measure.kernels import kernel_samples
 from runtime.measure.samples import Sample, best_of, from_json, to_json
+from runtime.measure.steps import MODEL, TinyJob, fit_steps, step_samples, tiny_job
 from runtime.measure.stopwatch import Stopwatch
 from runtime.measure.transfers import overlap_samples, transfer_samples
 from runtime.mesh import World
@@ -82,15 +84,17 @@ def measure_profile(
         )
     torch.set_num_threads(1)  # before the fork: OpenMP's threads do not survive it
 
+    tiny = tiny_job(ranks)
+
     def work(world: World) -> dict[str, Any]:
-        return _measure(world, progress if world.rank == 0 else lambda _: None)
+        return _measure(world, tiny, progress if world.rank == 0 else lambda _: None)
 
     told = run_ranks(work, ranks, timeout=TIMEOUT, device_type=device)[0]
     samples = [from_json(value) for value in told["samples"]]
     return build_profile(device, ranks, told["machine"], samples)
 
 
-def _measure(world: World, progress: Callable[[str], None]) -> dict[str, Any]:
+def _measure(world: World, tiny: TinyJob, progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure on one rank; every rank takes the same samples in the same order."""
     alone = Layout(data_parallel=world.size, layers_per_stage=(1,))
     watch = Stopwatch(world=world.mesh(alone).group("world"), device=world.device)
@@ -106,6 +110,7 @@ def _measure(world: World, progress: Callable[[str], None]) -> dict[str, Any]:
             ("kernels", kernel_samples(watch)),
             ("transfers", transfer_samples(watch, world)),
             ("overlap", overlap_samples(watch, world)),
+            ("steps", step_samples(watch, world, tiny)),
         ):
             progress(f"round {number} of {NUM_ROUNDS}: {name} on {world.size} ranks")
             samples.extend(source)
@@ -139,6 +144,11 @@ def build_profile(
         **_unmeasured(NEAREST[machine["generation"]]),
         **_facts(device, ranks, machine, found),
         **{f.key: _entry(f.key, f.value, f"{_who(ranks, machine)}: {f.basis}") for f in found},
+    }
+    model = read_model(MODEL)
+    entries |= {
+        f.key: _entry(f.key, f.value, f"{_who(ranks, machine)}: {f.basis}")
+        for f in fit_steps(samples, entries, model, ranks)
     }
     return profile_from_entries(entries, "what was measured")
 

@@ -10,7 +10,7 @@ from costmodels.profile_toml import profile_from_toml, read_profile
 from costmodels.profile_writer import profile_to_toml
 from costmodels.units import GIB
 from runtime.launch import run_ranks
-from runtime.measure import kernels, profile, transfers
+from runtime.measure import kernels, profile, steps, transfers
 from runtime.measure.profile import build_profile, measure_profile
 from runtime.measure.samples import sample
 
@@ -119,15 +119,17 @@ def test_two_ranks_measure_this_machine(small_shapes, monkeypatch):
 def test_a_round_that_would_end_too_late_is_not_begun(small_shapes, monkeypatch):
     monkeypatch.setattr(profile, "ROUNDS_SECONDS", 1e-6)
 
+    tiny = steps.tiny_job(1)
+
     def work(world):
         said = []
-        profile._measure(world, said.append)
+        profile._measure(world, tiny, said.append)
         return said
 
     said = run_ranks(work, 1)[0]
-    assert [line.partition(":")[0] for line in said[:3]] == ["round 1 of 3"] * 3
-    assert "for 1 of 3 rounds" in said[3]
-    assert len(said) == 4
+    assert [line.partition(":")[0] for line in said[:4]] == ["round 1 of 3"] * 4
+    assert "for 1 of 3 rounds" in said[4]
+    assert len(said) == 5
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ def small_shapes(monkeypatch):
         products=((8, 16, 32),), lengths=(16,), num_heads=2, passes=(1024, 4096)
     )
     monkeypatch.setitem(kernels.SHAPES, "cpu", shapes)
-    monkeypatch.setitem(kernels.ROUND_BYTES, "cpu", 8192)
+    monkeypatch.setitem(kernels.ROUND_BYTES, "cpu", 24576)
 
 
 def test_samples_survive_the_way_to_the_parent():
@@ -69,7 +69,7 @@ def test_a_linear_layer_is_measured_forward_and_for_its_weight(small_shapes):
     assert forward["element_bytes"] == 4
 
 
-def test_a_pass_is_shared_out_over_the_results_that_stay_alive(small_shapes):
+def test_a_pass_is_shared_out_over_the_tensors_that_stay_alive(small_shapes):
     small, large = (s for s in kernels.kernel_samples(OneCallWatch()) if s.formula == "memory_pass")
     assert (small["moved"], large["moved"]) == (3 * 1024, 3 * 4096)
     assert (small.seconds, large.seconds) == (1e-3 / 8, 1e-3 / 2)
@@ -112,6 +112,24 @@ def test_exchanges_do_what_their_formula_is_about():
     assert second["all_to_all"] == [[2, 3, 12, 13]]
     assert first["send"] == [[10, 11, 12, 13]]
     assert second["send"] == [[0, 1, 2, 3]]
+
+
+def test_exchanges_count_what_they_add_to_the_work_around_them():
+    class Clock:
+        def __init__(self, both):
+            self.answers = {"x": 1e-3, "w": 2e-3, "wx": both}
+
+        def seconds(self, call):
+            log.clear()
+            call()
+            return self.answers["".join(log)]
+
+    log = []
+    for both, added in ((3.5e-3, 1.5e-3), (1e-3, 0.5e-3)):  # less than nothing is noise
+        seconds = transfers._seconds_between(
+            Clock(both), lambda: log.append("x"), lambda: log.append("w")
+        )
+        assert seconds == pytest.approx(added)
 
 
 def test_transfers_are_measured_in_groups_of_every_size(monkeypatch):
