@@ -27,7 +27,7 @@ VERDICT_WORDS = {
 
 def layout_words(layout: Layout) -> str:
     """Return a layout in the short words of the command line: "tp8 pp2 dp4 zero1 mbs1 x16 1f1b"."""
-    words = [f"tp{layout.tensor_parallel}", f"pp{layout.pipeline_parallel}"]
+    words = [f"tp{tensor_words(layout)}", f"pp{layout.pipeline_parallel}"]
     if layout.context_parallel > 1:
         words.append(f"cp{layout.context_parallel}-{layout.context_parallel_type}")
     if layout.expert_parallel > 1:
@@ -44,6 +44,12 @@ def layout_words(layout: Layout) -> str:
     if layout.offload:
         words.append("offload " + "+".join(layout.offload))
     return "  ".join(words)
+
+
+def tensor_words(layout: Layout) -> str:
+    """Return the tensor-parallel degree, and that norms are not cut where that goes with it."""
+    is_plain = layout.tensor_parallel > 1 and not layout.sequence_parallel
+    return f"{layout.tensor_parallel}{' no-sp' if is_plain else ''}"
 
 
 def zero_words(layout: Layout) -> str:
@@ -200,7 +206,7 @@ def _cells(rank: int, judgement: Judgement) -> tuple[str, ...]:
         schedule = f"{layout.schedule}{virtual}"
     return (
         str(rank),
-        str(layout.tensor_parallel),
+        tensor_words(layout),
         str(layout.pipeline_parallel),
         str(layout.context_parallel),
         str(layout.expert_parallel),

@@ -117,6 +117,8 @@ def _plan_figure(inputs: Sequence[Path], kind: str | None) -> "Figure":
         estimates: list[object] = []
         for path, document in zip(inputs, documents, strict=True):
             if document in searches:
+                if not isinstance(document["plans"], list):
+                    raise ValueError(f"{path}: plans must be a list of estimates")
                 estimates += document["plans"]
             else:
                 estimates.append(read_plan(path).estimate)

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from planner.cli import NoAnswerError
 from planner.cli.values import positive
 
 EXAMPLE = "planner validate measured.csv -o predicted.csv"
@@ -31,6 +32,8 @@ def run(arguments: Namespace) -> int:
     from planner.measured.validate import csv_text, error_table, predict_all, read_rows
 
     rows = read_rows(arguments.table)
+    if not rows:
+        raise NoAnswerError(f"{arguments.table} has a header and no row to predict")
     done = predict_all(rows, progress=_progress(len(rows)))
     if arguments.leave_out:
         from planner.measured.fit import predict_left_out

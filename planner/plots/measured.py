@@ -115,6 +115,8 @@ def _step_seconds(path: Path) -> Iterable[float]:
             )
         if "step_seconds" not in record:
             continue  # lines about the run as a whole
+        if "step" in record and type(record["step"]) is not int:
+            raise ValueError(f"{path} line {number}: step is {record['step']!r}")
         if not _is_positive(record["step_seconds"]):
             raise ValueError(f"{path} line {number}: step_seconds is {record['step_seconds']!r}")
         yield float(record["step_seconds"])

@@ -1,5 +1,6 @@
 """Speed of one GPU against the number of GPUs, from several plans or from a search over sizes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,8 +45,10 @@ def points_of(estimates: Sequence[object]) -> list[ScalingPoint]:
             series = f"{model['name']} on {hardware['name']}"
             gpus = int(hardware["gpus"])
             speed = float(time["tokens_per_second_per_gpu"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"an estimate lacks its model, hardware or time: {error}") from error
+        if not (gpus > 0 and 0 < speed < math.inf):
+            raise ValueError(f"an estimate says that {gpus} GPUs read {speed} tokens/s each")
         best[series, gpus] = max(best.get((series, gpus), 0.0), speed)
     return [
         ScalingPoint(series=series, gpus=gpus, tokens_per_second_per_gpu=speed)
