@@ -5,7 +5,8 @@
     attention   attention             attention_forward, attention_backward, length_fill
     links       all_gather ...        bandwidth, latency of a hop, collective_start
     overlap     overlap               overlap_slowdown
-    steps       the whole estimate    kernel_gap in a graph, step_overhead (steps.py)
+
+`program_fit.py` then finds what programs sustain of these rates.
 
 A rate and its efficiency are only told apart by what is peak: here the best that any sample
 reached. Their product is what the fit finds.

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from costmodels.hardware import HardwareProfile
 from costmodels.layout import Layout
 from costmodels.profile_schema import MACHINE_KEYS, Entry
 from costmodels.profile_toml import profile_entries, profile_from_entries
 from costmodels.units import GIB
-from planner.presets import read_model
 from runtime.launch import run_ranks
 from runtime.measure.fitting import (
     Found,
@@ -30,8 +30,9 @@ from runtime.measure.fitting import (
     fit_products,
 )
 from runtime.measure.kernels import kernel_samples
-from runtime.measure.samples import Sample, best_of, from_json, to_json
-from runtime.measure.steps import MODEL, TinyJob, fit_steps, step_samples, tiny_job
+from runtime.measure.program_fit import fit_programs
+from runtime.measure.samples import Sample, from_json, to_json, typical_of
+from runtime.measure.steps import program_samples, traced_decoders
 from runtime.measure.stopwatch import Stopwatch
 from runtime.measure.transfers import overlap_samples, transfer_samples
 from runtime.mesh import World
@@ -84,17 +85,19 @@ def measure_profile(
         )
     torch.set_num_threads(1)  # before the fork: OpenMP's threads do not survive it
 
-    tiny = tiny_job(ranks)
+    graphs = traced_decoders(ranks) if device == "cpu" else ()
 
     def work(world: World) -> dict[str, Any]:
-        return _measure(world, tiny, progress if world.rank == 0 else lambda _: None)
+        return _measure(world, graphs, progress if world.rank == 0 else lambda _: None)
 
     told = run_ranks(work, ranks, timeout=TIMEOUT, device_type=device)[0]
     samples = [from_json(value) for value in told["samples"]]
     return build_profile(device, ranks, told["machine"], samples)
 
 
-def _measure(world: World, tiny: TinyJob, progress: Callable[[str], None]) -> dict[str, Any]:
+def _measure(
+    world: World, graphs: Sequence[GraphModule], progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure on one rank; every rank takes the same samples in the same order."""
     alone = Layout(data_parallel=world.size, layers_per_stage=(1,))
     watch = Stopwatch(world=world.mesh(alone).group("world"), device=world.device)
@@ -110,13 +113,13 @@ def _measure(world: World, tiny: TinyJob, progress: Callable[[str], None]) -> di
             ("kernels", kernel_samples(watch)),
             ("transfers", transfer_samples(watch, world)),
             ("overlap", overlap_samples(watch, world)),
-            ("steps", step_samples(watch, world, tiny)),
+            ("programs", program_samples(watch, world, graphs)),
         ):
             progress(f"round {number} of {NUM_ROUNDS}: {name} on {world.size} ranks")
             samples.extend(source)
         rounds.append(samples)
-    best = best_of(rounds)
-    return {"machine": _machine(world.device), "samples": [to_json(s) for s in best]}
+    typical = typical_of(rounds)
+    return {"machine": _machine(world.device), "samples": [to_json(s) for s in typical]}
 
 
 def build_profile(
@@ -145,10 +148,10 @@ def build_profile(
         **_facts(device, ranks, machine, found),
         **{f.key: _entry(f.key, f.value, f"{_who(ranks, machine)}: {f.basis}") for f in found},
     }
-    model = read_model(MODEL)
+    single = profile_from_entries(entries, "what was measured")
     entries |= {
         f.key: _entry(f.key, f.value, f"{_who(ranks, machine)}: {f.basis}")
-        for f in fit_steps(samples, entries, model, ranks)
+        for f in fit_programs(samples, single, ranks)
     }
     return profile_from_entries(entries, "what was measured")
 

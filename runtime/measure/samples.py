@@ -1,7 +1,8 @@
 """Sample: seconds of one kernel or transfer, with the arguments of the formula that predicts it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,15 @@ def sample(formula: str, precision: str, seconds: float, **arguments: float) -> 
     )
 
 
-def best_of(rounds: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return the quickest of each operation over rounds that took the same samples in one order."""
-    return [min(same, key=lambda s: s.seconds) for same in zip(*rounds, strict=True)]
+def typical_of(rounds: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the median of each operation over rounds that took the same samples in one order.
+
+    Training takes typical times, not the best ones; a disturbance of one round does not count.
+    """
+    return [
+        replace(same[0], seconds=median(s.seconds for s in same))
+        for same in zip(*rounds, strict=True)
+    ]
 
 
 def to_json(measured: Sample) -> dict[str, object]:

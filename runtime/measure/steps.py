@@ -1,157 +1,192 @@
-"""Samples of whole training steps of a tiny model: what the host does around the arithmetic.
+"""Samples of training itself: small decoders, forward and backward, and whole steps of one.
 
-A kernel that is called in a loop of its own finds its code and its arguments in the cache. In a
-step, the graph's interpreter, autograd and the allocator come between two kernels; on a CPU that
-time adds to theirs. With a tiny model it is most of the step:
+A kernel that is called in a loop of its own finds code and arguments in the cache. In a step other
+work comes between: the graph's interpreter, autograd, the allocator, kernels that want the cache
+for themselves; on a CPU all of that adds up. So the constants that say how much of the rates of
+single kernels a program sustains are found from programs:
 
-    step = arithmetic + kernel_gap * kernels + step_overhead
+    micro-batches of several widths    gemm_efficiency, memory_efficiency, kernel_gap
+    steps of the narrowest             step_overhead: what they take beyond their micro-batches
 
-Steps of several numbers of micro-batches tell the gap from what happens once per step. Kernels are
-counted by the cost model, so that the gap belongs to its counts.
+Kernels and bytes are those that the cost model counts, so that the constants belong to its counts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 
-import numpy as np
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
-from costmodels.estimate import estimate_time
-from costmodels.hardware import HardwareProfile, make_cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.profile_schema import Entry
-from costmodels.profile_toml import profile_from_entries
 from planner.presets import read_model
 from runtime.executor import Executor
 from runtime.initialise import normal_initialiser
 from runtime.lower import lower_graph, program_of
-from runtime.measure.fitting import Found
 from runtime.measure.samples import Sample, sample
 from runtime.measure.stopwatch import Stopwatch
 from runtime.mesh import World
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.program import Batch  # noqa: TC001  (imports look alike everywhere)
 from runtime.zero import ShardedStates
 
-MODEL = "tiny"
-SEQ_LEN = 16  # chosen: so few tokens that products are a small part
-MICRO_BATCHES = (1, 2, 8)
-_MICROSECOND = 1e-6
+# Micro-batches of each of the numbers, in one step.
+STEPS = (1, 2, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinyJob:
-    """What is trained, lowered once for all ranks."""
+class Decoder:
+    """A decoder that is measured, and the micro-batches that it gets.
 
-    model: ModelSpec
-    graph: GraphModule
+    Attributes:
+        shapes: (sequences, tokens of each).
+
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def model(self) -> ModelSpec:
+        """The network: a small preset of other sizes."""
+        return replace(
+            read_model("tiny"),
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.hidden_size // self.num_heads,
+            ffn_hidden_size=self.ffn_hidden_size,
+        )
 
 
-def tiny_job(ranks: int) -> TinyJob:
-    """Return the tiny model for a number of data-parallel ranks."""
-    model = read_model(MODEL)
-    layout = _layout(model, ranks, 1)
-    return TinyJob(model=model, graph=lower_graph(model, _job(layout), layout))
+# Chosen: in the first all is host time, in the last most is arithmetic.
+DECODERS = (
+    Decoder(
+        hidden_size=96,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        ffn_hidden_size=256,
+        shapes=((1, 16), (1, 64)),
+    ),
+    Decoder(
+        hidden_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=704,
+        shapes=((1, 128), (4, 128)),
+    ),
+    Decoder(
+        hidden_size=512,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        ffn_hidden_size=1408,
+        shapes=((1, 64), (4, 128)),
+    ),
+)
 
 
-def step_samples(watch: Stopwatch, world: World, tiny: TinyJob) -> Iterator[Sample]:
-    """Measure steps of the tiny model on all ranks, a sequence per micro-batch.
+def traced_decoders(ranks: int) -> tuple[GraphModule, ...]:
+    """Return the decoders' graphs for a number of data-parallel ranks, to be forked with."""
+    graphs = []
+    for decoder in DECODERS:
+        layout = layout_of(decoder, ranks)
+        graphs.append(lower_graph(decoder.model, job_of(layout, decoder.shapes[0][1]), layout))
+    return tuple(graphs)
+
+
+def program_samples(
+    watch: Stopwatch, world: World, graphs: Sequence[GraphModule]
+) -> Iterator[Sample]:
+    """Measure micro-batches of every decoder, and steps of the first, on all ranks at once.
 
     Args:
-        watch: Times steps; nothing is measured on GPUs, where kernels run behind the host.
+        watch: Times them; nothing is measured on GPUs, where kernels run behind the host.
         world: All ranks; each has a copy of the model.
-        tiny: From `tiny_job`.
+        graphs: From `traced_decoders`.
 
     """
     if watch.device.type != "cpu":
         return
-    for num_micro_batches in MICRO_BATCHES:
-        layout = _layout(tiny.model, world.size, num_micro_batches)
-        mesh, job = world.mesh(layout), _job(layout)
-        program = program_of(tiny.graph, layout, mesh)
-        initialise = normal_initialiser(0, tiny.model.num_layers, world.device)
-        states = ShardedStates(program, mesh, precisions(job), initialise=initialise)
-        executor, updates = (
-            Executor(program, mesh, states),
-            ShardedOptimizer(states, OptimizerSettings()),
+    for number, (decoder, graph) in enumerate(zip(DECODERS, graphs, strict=True)):
+        for size, length in decoder.shapes:
+            trainer = _Trainer(world, decoder, graph, (size, length, 1))
+            yield sample(
+                "micro_batch",
+                "fp32",
+                watch.seconds(trainer.micro_batch),
+                decoder=number,
+                micro_batch_size=size,
+                seq_len=length,
+            )
+    size, length = DECODERS[0].shapes[0]
+    for num_micro_batches in STEPS:
+        trainer = _Trainer(world, DECODERS[0], graphs[0], (size, length, num_micro_batches))
+        yield sample(
+            "step",
+            "fp32",
+            watch.seconds(trainer.step),
+            decoder=0,
+            micro_batch_size=size,
+            seq_len=length,
+            num_micro_batches=num_micro_batches,
         )
-        tokens = torch.arange(SEQ_LEN).unsqueeze(0)
-        batches = [{"input_ids": tokens, "labels": tokens}] * num_micro_batches
-
-        def step(
-            executor: Executor = executor,
-            updates: ShardedOptimizer = updates,
-            batches: Sequence[Mapping[str, torch.Tensor]] = batches,
-        ) -> None:
-            executor.run(batches)
-            updates.step(0)
-
-        yield sample("step", "fp32", watch.seconds(step), num_micro_batches=num_micro_batches)
 
 
-def fit_steps(
-    samples: Sequence[Sample], entries: Mapping[str, Entry], model: ModelSpec, ranks: int
-) -> list[Found]:
-    """Find the gap between kernels in a graph, and what a step costs once.
+class _Trainer:
+    """Trains one decoder on one rank; the tokens do not matter."""
 
-    Args:
-        samples: Those of "step".
-        entries: The profile with all other constants measured.
-        model: Of `tiny_job`.
-        ranks: That measured.
+    def __init__(
+        self, world: World, decoder: Decoder, graph: GraphModule, shape: tuple[int, int, int]
+    ) -> None:
+        size, length, num_micro_batches = shape
+        layout = layout_of(decoder, world.size, size, num_micro_batches)
+        mesh, job = world.mesh(layout), job_of(layout, length)
+        program = program_of(graph, layout, mesh)
+        initialise = normal_initialiser(0, decoder.num_layers, world.device)
+        (stage,) = program.stages
+        self._stage: Callable[[Tensor | None, Batch], Tensor] = stage
+        self._states = ShardedStates(program, mesh, precisions(job), initialise=initialise)
+        self._executor = Executor(program, mesh, self._states)
+        self._optimizer = ShardedOptimizer(self._states, OptimizerSettings())
+        tokens = torch.arange(length).expand(size, -1).contiguous()
+        self._batches: list[Batch] = [{"input_ids": tokens, "labels": tokens}] * num_micro_batches
 
-    """
-    runs = [s for s in samples if s.formula == "step"]
-    if not runs:
-        return []
-    bare = _with(entries, kernel_gap=0.0, step_overhead=0.0)
-    gapped = _with(entries, kernel_gap=_MICROSECOND, step_overhead=0.0)
-    rows, rests = [], []
-    for run in runs:
-        layout = _layout(model, ranks, int(run["num_micro_batches"]))
-        at_rest = _predicted(bare, model, layout)
-        kernels = (_predicted(gapped, model, layout) - at_rest) / _MICROSECOND
-        # Relative errors count: the long steps are as well known as the short ones.
-        rows.append((kernels / run.seconds, 1 / run.seconds))
-        rests.append((run.seconds - at_rest) / run.seconds)
-    gap, overhead = np.linalg.lstsq(np.asarray(rows), np.asarray(rests), rcond=None)[0]
-    basis = f"{len(runs)} steps of the {MODEL} model"
-    least = float(str(entries["constants.kernel_gap"].value))  # of a kernel called in a loop
-    return [
-        Found(key="constants.kernel_gap", value=max(float(gap), least), basis=basis),
-        Found(key="constants.step_overhead", value=max(float(overhead), 0.0), basis=basis),
-    ]
+    def micro_batch(self) -> None:
+        """Run forward and backward of one micro-batch, without a collective."""
+        loss = self._stage(None, self._batches[0])
+        self._states.begin_backward(0)
+        torch.autograd.backward(loss)
+        self._states.end_backward(0)
+
+    def step(self) -> None:
+        """Run a whole step."""
+        self._executor.run(self._batches)
+        self._optimizer.step(0)
 
 
-def _predicted(profile: HardwareProfile, model: ModelSpec, layout: Layout) -> float:
-    cluster = make_cluster(profile, layout.num_gpus)
-    return estimate_time(model, _job(layout), cluster, layout).step_seconds
-
-
-def _with(entries: Mapping[str, Entry], **constants: float) -> HardwareProfile:
-    changed = dict(entries)
-    for name, value in constants.items():
-        key = f"constants.{name}"
-        known = changed.get(key, Entry(value=0))
-        changed[key] = replace(known, value=Decimal(str(value)))
-    return profile_from_entries(changed, "what was measured")
-
-
-def _layout(model: ModelSpec, ranks: int, num_micro_batches: int) -> Layout:
+def layout_of(
+    decoder: Decoder, ranks: int, micro_batch_size: int = 1, num_micro_batches: int = 1
+) -> Layout:
+    """Return the layout of data-parallel ranks."""
     return Layout(
         data_parallel=ranks,
-        micro_batch_size=1,
+        micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
-        layers_per_stage=(model.num_layers,),
+        layers_per_stage=(decoder.num_layers,),
     )
 
 
-def _job(layout: Layout) -> TrainingJob:
-    return TrainingJob(
-        seq_len=SEQ_LEN,
-        global_batch_size=layout.data_parallel * layout.num_micro_batches,
-        precision=Precision.FP32,
-    )
+def job_of(layout: Layout, seq_len: int) -> TrainingJob:
+    """Return what the decoders are trained on."""
+    sequences = layout.data_parallel * layout.num_micro_batches * layout.micro_batch_size
+    return TrainingJob(seq_len=seq_len, global_batch_size=sequences, precision=Precision.FP32)

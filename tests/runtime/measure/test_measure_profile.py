@@ -1,5 +1,6 @@
 """`measure_profile`: from forked ranks to a profile that reads back."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from costmodels.profile_toml import profile_from_toml, read_profile
 from costmodels.profile_writer import profile_to_toml
 from costmodels.units import GIB
 from runtime.launch import run_ranks
-from runtime.measure import kernels, profile, steps, transfers
+from runtime.measure import kernels, profile, program_fit, steps, transfers
 from runtime.measure.profile import build_profile, measure_profile
 from runtime.measure.samples import sample
 
@@ -103,6 +104,9 @@ def small_shapes(monkeypatch):
     monkeypatch.setitem(transfers.SIZES, "cpu", (1024, 16384))
     monkeypatch.setitem(transfers.OVERLAP_BYTES, "cpu", 16384)
     monkeypatch.setitem(transfers.OVERLAP_WIDTH, "cpu", 32)
+    smallest = replace(steps.DECODERS[0], num_layers=1, shapes=((1, 8), (2, 8), (1, 16)))
+    for module in (steps, program_fit):
+        monkeypatch.setattr(module, "DECODERS", (smallest,))
     monkeypatch.setattr(profile, "Stopwatch", partial(profile.Stopwatch, repeat_seconds=1e-3))
 
 
@@ -119,11 +123,11 @@ def test_two_ranks_measure_this_machine(small_shapes, monkeypatch):
 def test_a_round_that_would_end_too_late_is_not_begun(small_shapes, monkeypatch):
     monkeypatch.setattr(profile, "ROUNDS_SECONDS", 1e-6)
 
-    tiny = steps.tiny_job(1)
+    graphs = steps.traced_decoders(1)
 
     def work(world):
         said = []
-        profile._measure(world, tiny, said.append)
+        profile._measure(world, graphs, said.append)
         return said
 
     said = run_ranks(work, 1)[0]

@@ -5,7 +5,7 @@ import torch
 
 from runtime.launch import run_ranks
 from runtime.measure import kernels, transfers
-from runtime.measure.samples import best_of, from_json, sample, to_json
+from runtime.measure.samples import from_json, sample, to_json, typical_of
 
 
 class OneCallWatch:
@@ -34,13 +34,13 @@ def test_samples_survive_the_way_to_the_parent():
     assert one["k"] == 3
 
 
-def test_the_best_of_several_rounds_is_taken_operation_by_operation():
+def test_the_median_of_several_rounds_is_taken_operation_by_operation():
     def taken(*seconds):
         return [sample("empty", "fp32", s) for s in seconds]
 
-    assert best_of([taken(1.0, 5.0), taken(2.0, 4.0), taken(3.0, 6.0)]) == taken(1.0, 4.0)
+    assert typical_of([taken(1.0, 9.0), taken(2.0, 4.0), taken(3.0, 6.0)]) == taken(2.0, 6.0)
     with pytest.raises(ValueError, match="argument"):
-        best_of([taken(1.0), taken(1.0, 2.0)])
+        typical_of([taken(1.0), taken(1.0, 2.0)])
 
 
 def test_kernels_cover_every_formula_in_both_formats(small_shapes):

@@ -1,64 +1,74 @@
-"""Steps of a tiny model give the gap between kernels, and what a step costs once."""
+"""Programs: what small decoders sustain gives the constants that single kernels cannot tell."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from costmodels.profile_toml import own_constants, profile_entries
-from planner.presets import read_model
+from costmodels.profile_toml import read_profile
 from runtime.launch import run_ranks
 from runtime.measure import steps
+from runtime.measure.program_fit import (
+    _micro_batch_seconds,
+    _step_seconds,
+    _with,
+    fit_programs,
+)
 from runtime.measure.samples import sample
 
-GAP = own_constants("cpu")["kernel_gap"]
-ENTRIES = {**profile_entries("cpu-gloo"), "constants.kernel_gap": GAP}
+ALONE = read_profile("cpu-gloo")
+IN_PROGRAMS = {"gemm_efficiency": 0.7, "memory_efficiency": 0.6, "kernel_gap": 9e-6}
 
 
-def step_seconds(num_micro_batches, **constants):
-    model = read_model(steps.MODEL)
-    layout = steps._layout(model, 2, num_micro_batches)
-    return steps._predicted(steps._with(ENTRIES, **constants), model, layout)
-
-
-def samples_of(**constants):
+def micro_batches():
     return [
-        sample("step", "fp32", step_seconds(m, **constants), num_micro_batches=m)
-        for m in steps.MICRO_BATCHES
+        sample("micro_batch", "fp32", 1.0, decoder=d, micro_batch_size=size, seq_len=length)
+        for d, decoder in enumerate(steps.DECODERS)
+        for size, length in decoder.shapes
     ]
 
 
-def found(samples):
-    constants = steps.fit_steps(samples, ENTRIES, read_model(steps.MODEL), 2)
-    return {f.key.removeprefix("constants."): f.value for f in constants}
+def whole_steps():
+    return [
+        sample("step", "fp32", 1.0, decoder=0, micro_batch_size=1, seq_len=16, num_micro_batches=m)
+        for m in steps.STEPS
+    ]
 
 
-def test_steps_made_with_two_constants_give_them_back():
-    constants = found(samples_of(kernel_gap=8e-6, step_overhead=4e-3))
-    assert constants["kernel_gap"] == pytest.approx(8e-6, rel=1e-2)
-    assert constants["step_overhead"] == pytest.approx(4e-3, rel=1e-2)
+def taken(**constants):
+    """Samples that take what the cost model says with some constants."""
+    profile = _with(ALONE, {**IN_PROGRAMS, **constants})
+    return [
+        *(replace(s, seconds=_micro_batch_seconds(profile, s, 2)) for s in micro_batches()),
+        *(replace(s, seconds=_step_seconds(profile, s, 2)) for s in whole_steps()),
+    ]
 
 
-def test_a_gap_is_no_shorter_than_that_of_a_kernel_in_a_loop():
-    constants = found(samples_of(kernel_gap=0.0, step_overhead=0.0))
-    assert constants["kernel_gap"] == float(GAP.value)
-    assert constants["step_overhead"] == pytest.approx(0.0, abs=1e-6)
+def test_programs_made_with_constants_give_them_back():
+    constants = {f.key: f.value for f in fit_programs(taken(step_overhead=4e-3), ALONE, 2)}
+    assert constants == {
+        **{f"constants.{name}": pytest.approx(v, rel=0.02) for name, v in IN_PROGRAMS.items()},
+        "constants.step_overhead": pytest.approx(4e-3, rel=0.05),
+    }
 
 
-def test_nothing_is_found_without_steps():
-    assert found([]) == {}
+def test_nothing_is_found_without_programs():
+    assert fit_programs([sample("empty", "fp32", 1e-6)], ALONE, 1) == []
 
 
-def test_real_steps_are_measured_with_one_graph_for_all():
-    tiny = steps.tiny_job(1)
+def test_micro_batches_and_steps_run_on_every_rank():
+    graphs = steps.traced_decoders(1)
 
     class OneCallWatch:
         device = torch.device("cpu")
 
         def seconds(self, call):
             call()
-            return 1e-3
+            return 1.0
 
     def work(world):
-        taken = steps.step_samples(OneCallWatch(), world, tiny)
-        return [s["num_micro_batches"] for s in taken]
+        samples = steps.program_samples(OneCallWatch(), world, graphs)
+        return [[s.formula, dict(s.arguments)] for s in samples]
 
-    assert run_ranks(work, 1) == [list(steps.MICRO_BATCHES)]
+    expected = [[s.formula, dict(s.arguments)] for s in (*micro_batches(), *whole_steps())]
+    assert run_ranks(work, 1) == [expected]
