@@ -31,7 +31,7 @@ from torch import Tensor
 
 from runtime import gloo
 from runtime.mesh import Group, Mesh
-from runtime.pending import Done, Pending
+from runtime.pending import Done, Pending, Watch
 
 Exchange = Callable[[Tensor, Group, int], Tensor]
 
@@ -141,11 +141,12 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """Begin to reduce a contiguous tensor in place."""
     if group.size == 1:
         return Done(x)
+    watch = watch_of(group, "all_reduce", x)
     if group.backend == "gloo":
-        return gloo.start_all_reduce(x, group, op)
+        return gloo.start_all_reduce(x, group, op).watched_by(watch)
     reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
     work = dist.all_reduce(x, reduce_op, group=group.handle, async_op=True)
-    return Pending([work], x)
+    return Pending([work], x).watched_by(watch)
 
 
 def start_all_gather(full: Tensor, shard: Tensor, group: Group) -> Pending:
@@ -159,10 +160,11 @@ def start_all_gather(full: Tensor, shard: Tensor, group: Group) -> Pending:
     """
     if group.size == 1:
         return Done(full.copy_(shard))
+    watch = watch_of(group, "all_gather", full)
     if group.backend == "gloo":
-        return gloo.start_all_gather(full, shard, group)
+        return gloo.start_all_gather(full, shard, group).watched_by(watch)
     work = dist.all_gather_single(full, shard, group=group.handle, async_op=True)
-    return Pending([work], full)
+    return Pending([work], full).watched_by(watch)
 
 
 def start_reduce_scatter(full: Tensor, group: Group) -> Pending:
@@ -172,23 +174,33 @@ def start_reduce_scatter(full: Tensor, group: Group) -> Pending:
     """
     if group.size == 1:
         return Done(full)
+    watch = watch_of(group, "reduce_scatter", full)
     if group.backend == "gloo":
-        return gloo.start_reduce_scatter(full, group)
+        return gloo.start_reduce_scatter(full, group).watched_by(watch)
     shard = full.new_empty(full.numel() // group.size)
     work = dist.reduce_scatter_single(shard, full, group=group.handle, async_op=True)
-    return Pending([work], shard, keep=full)
+    return Pending([work], shard, keep=full).watched_by(watch)
 
 
 def start_send(x: Tensor, group: Group, to: int, tag: int) -> Pending:
     """Begin to send a contiguous tensor to a rank, by its place in the group."""
+    watch = watch_of(group, "send", x)
     work = dist.isend(x, group=group.handle, group_dst=to, tag=tag)
-    return Pending([work], x)
+    return Pending([work], x).watched_by(watch)
 
 
 def start_receive(buffer: Tensor, group: Group, sender: int, tag: int) -> Pending:
     """Begin to fill a contiguous tensor with what a rank of the group sends."""
+    watch = watch_of(group, "receive", buffer)
     work = dist.irecv(buffer, group=group.handle, group_src=sender, tag=tag)
-    return Pending([work], buffer)
+    return Pending([work], buffer).watched_by(watch)
+
+
+def watch_of(group: Group, operation: str, x: Tensor) -> Watch | None:
+    """Tell a group's trace, if it has one, that a transfer of a tensor begins."""
+    if group.trace is None:
+        return None
+    return group.trace.transfer(operation, group.axis, x.numel() * x.element_size())
 
 
 # Adjoint pairs.
@@ -266,10 +278,12 @@ def _all_to_all(
     x: Tensor, group: Group, output_sizes: Sequence[int], input_sizes: Sequence[int]
 ) -> Tensor:
     received = x.new_empty((sum(output_sizes), *x.shape[1:]))
-    dist.all_to_all_single(
-        received, x.contiguous(), list(output_sizes), list(input_sizes), group=group.handle
+    watch = watch_of(group, "all_to_all", x)
+    sizes = list(output_sizes), list(input_sizes)
+    work = dist.all_to_all_single(
+        received, x.contiguous(), *sizes, group=group.handle, async_op=True
     )
-    return received
+    return Pending([work], received).watched_by(watch).wait()
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -29,6 +29,7 @@ from runtime.mesh import Mesh
 from runtime.pending import Done, Pending
 from runtime.program import IGNORED_LABEL, TOKEN_WEIGHT, Batch, Program
 from runtime.split_backward import Key, WeightGradients, split_linears
+from runtime.tracing import Trace
 from runtime.zero import ShardedStates
 
 BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # those that complete weights
@@ -53,11 +54,14 @@ class Running:
 class Executor:
     """Runs training steps of one rank."""
 
-    def __init__(self, program: Program, mesh: Mesh, states: ShardedStates) -> None:
-        """Bind a program to the states that its backward fills."""
+    def __init__(
+        self, program: Program, mesh: Mesh, states: ShardedStates, *, trace: Trace | None = None
+    ) -> None:
+        """Bind a program to the states that its backward fills; a trace is told of each action."""
         self._program = program
         self._mesh = mesh
         self._states = states
+        self._trace = trace
         weights = next(program.stages[0].parameters())
         self._loss_dtype = torch.promote_types(weights.dtype, torch.float32)
         self._last_backward = _last_backwards(program.actions)
@@ -98,7 +102,8 @@ class Executor:
         self._gradients: dict[Key, Pending] = {}  # gradients of outputs, likewise
         self._sending: list[Pending] = []
         for action in self._program.actions:
-            self._do[action.kind]((action.stage, action.micro_batch))
+            with nullcontext() if self._trace is None else self._trace.action(str(action)):
+                self._do[action.kind]((action.stage, action.micro_batch))
         for sent in self._sending:
             sent.wait()
         self._states.finish_gradients()

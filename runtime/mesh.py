@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 from costmodels.layout import Layout
 from runtime.cores import bind_to_cores
 from runtime.grid import GROUP_AXES, members, partition
+
+if TYPE_CHECKING:
+    from runtime.tracing import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,7 @@ class Group:
         index: This rank's place.
         backend: "gloo", "nccl", "fake", or "none" for a group of one.
         handle: torch's process group; None for a group of one.
+        trace: Is told of every transfer, where there is one.
 
     """
 
@@ -38,6 +42,7 @@ class Group:
     index: int
     backend: str
     handle: dist.ProcessGroup | None
+    trace: "Trace | None" = None
 
     @property
     def size(self) -> int:

@@ -18,10 +18,12 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.plan import Plan
 from runtime.capture import capture, weights_on_meta
-from runtime.described import Description, describe
+from runtime.described import ARCHITECTURE, Description, describe
 from runtime.initialise import drawn, whole_places
 from runtime.mesh import Mesh
+from runtime.models.same import differences
 from runtime.program import ParameterShard
 
 _aten = torch.ops.aten
@@ -194,6 +196,40 @@ def build_module(
             lost.append(f"{key}: {recorder.unknown[storage]} of its first values is left out")
     values = RecordedValues(seed=seed, device=device or torch.device("cpu"), steps=steps, made=made)
     return BuiltModule(name=name, module=module, values=values, warnings=tuple(lost))
+
+
+def needs_module(plan: Plan, reference: str | None) -> bool:
+    """Tell whether a plan is of a traced module.
+
+    Raises:
+        ValueError: It is, and no function is named; or it is not, and one is.
+
+    """
+    is_traced = plan.model.architecture == ARCHITECTURE
+    if is_traced and reference is None:
+        raise ValueError(
+            f"the plan is of the module {plan.model.name}, which a plan cannot hold: name the "
+            "function that builds it (--model package.module:function)"
+        )
+    if reference is not None and not is_traced:
+        raise ValueError(f"the plan is of {plan.model.name}, not of a module: leave --model out")
+    return is_traced
+
+
+def module_of_plan(
+    plan: Plan, reference: str, *, seed: int = 0, device: torch.device | None = None
+) -> BuiltModule:
+    """Build the module that a plan was made for.
+
+    Raises:
+        ValueError: There is no such function, or it builds another module than the plan's.
+
+    """
+    built = build_module(reference, seed=seed, device=device)
+    found = differences(built.describe().spec, plan.model)
+    if found:
+        raise ValueError(f"{reference} is not the plan's module: {found}")
+    return built
 
 
 def _function(path: str, name: str) -> Any:  # noqa: ANN401  (a user's function)

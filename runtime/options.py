@@ -27,6 +27,7 @@ class TrainingOptions:
             begins anew.
         init_from: Hugging Face folder of first weights; a checkpoint that is resumed comes before.
         timeout: Seconds after which a silent rank or a stuck collective ends the run.
+        trace: Steps to write into trace.json, after the warm-up; 0 writes none.
         check: Only look for what is wrong with plan, flags and data, in one process.
         device_type: "cpu" or "cuda"; None is what the plan is for, where the machine has it.
 
@@ -49,6 +50,7 @@ class TrainingOptions:
     resume: str
     init_from: Path | None
     timeout: float
+    trace: int
     check: bool
     device_type: str | None
 
@@ -108,6 +110,7 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         metavar="SECONDS",
         help="ends a run whose ranks do not answer (300)",
     )
+    add("--trace", type=_count, default=0, metavar="N", help="steps to draw in trace.json (0)")
     add("--check", action="store_true", help="read plan, flags and data, then stop")
     add("--device", choices=("cpu", "cuda"), default=None, help="(the plan's, if there is one)")
     given = parser.parse_args(arguments)
@@ -134,6 +137,7 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         resume=given.resume,
         init_from=given.init_from,
         timeout=given.timeout,
+        trace=given.trace,
         check=given.check,
         device_type=given.device,
     )

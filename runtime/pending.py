@@ -16,6 +16,16 @@ class Work(Protocol):
         """Return whether waiting would not block."""
 
 
+class Watch(Protocol):
+    """Whoever wants to know when a transfer was waited for."""
+
+    def waiting(self) -> None:
+        """Note that somebody waits."""
+
+    def done(self) -> None:
+        """Note that the wait is over."""
+
+
 class Pending:
     """A tensor that is complete after `wait`.
 
@@ -35,6 +45,12 @@ class Pending:
         self._result = result
         self._keep = keep
         self._finish = finish
+        self._watch: Watch | None = None
+
+    def watched_by(self, watch: Watch | None) -> "Pending":
+        """Tell somebody of the first wait, and return itself."""
+        self._watch = watch
+        return self
 
     def is_done(self) -> bool:
         """Return whether waiting would not block."""
@@ -42,12 +58,17 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Return the tensor once everything arrived; later calls return it at once."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.waiting()
         for work in self._works:
             if work is not None:  # torch: this rank takes no part
                 work.wait()
         if self._finish is not None:
             self._result = self._finish()
         self._works, self._keep, self._finish = (), None, None
+        if watch is not None:
+            watch.done()
         return self._result
 
 

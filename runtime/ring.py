@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.collectives import watch_of
 from runtime.mesh import Group
 from runtime.pending import Pending
 
@@ -24,9 +25,10 @@ def start_shift(x: Tensor, group: Group, tag: int) -> Pending:
 
     """
     received = torch.empty_like(x)
+    watch = watch_of(group, "shift", x)
     following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
     batch = [
         dist.P2POp(dist.isend, x, group=group.handle, tag=tag, group_peer=following),
         dist.P2POp(dist.irecv, received, group=group.handle, tag=tag, group_peer=previous),
     ]
-    return Pending(dist.batch_isend_irecv(batch), received, keep=x)
+    return Pending(dist.batch_isend_irecv(batch), received, keep=x).watched_by(watch)

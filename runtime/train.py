@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 from planner.plan import Plan, read_plan
 from runtime.mesh import World, join
+from runtime.modules import needs_module
 from runtime.optimizer import NotFiniteError, precisions
 from runtime.options import TrainingOptions, parse_options
 from runtime.survival import Heartbeat, StoppedError, TrainingBrokeError, failure_message
@@ -31,13 +32,20 @@ from runtime.trainer import Trainer, open_source
 WRONG_INPUT, BROKEN, STOPPED = 2, 1, 128 + signal.SIGTERM
 
 
-def run(plan_path: Path, choices: Mapping[str, object], train: Callable[[Trainer], None]) -> int:
+def run(
+    plan_path: Path,
+    choices: Mapping[str, object],
+    train: Callable[[Trainer], None],
+    module: str | None = None,
+) -> int:
     """Run a training script on this rank and return its exit status.
 
     Args:
         plan_path: The plan, beside the script.
         choices: The layout as the script shows it; it must agree with the plan.
         train: The script's loop.
+        module: `package.module:function` where the plan is of a traced module; the script names
+            it, since a plan is data and is never followed to code.
 
     """
     rank = int(os.environ.get("RANK", "0"))
@@ -47,6 +55,7 @@ def run(plan_path: Path, choices: Mapping[str, object], train: Callable[[Trainer
         check_choices(plan, choices)
         if options.check:
             precisions(plan.job)
+            needs_module(plan, module)
             open_source(plan, options)
             return 0
         check_world_size(plan)
@@ -62,7 +71,7 @@ def run(plan_path: Path, choices: Mapping[str, object], train: Callable[[Trainer
         assert world.store is not None
         beat = Heartbeat(world.second_store(), world.rank, world.size, patience=options.timeout)
         with beat.beating():
-            status = _run_joined(plan, options, world, train, beat)
+            status = _run_joined(lambda: Trainer(plan, options, world, module), world, train, beat)
         if status:
             sys.stderr.flush()
             os._exit(status)  # the others may be gone: there is nobody to part from
@@ -70,15 +79,14 @@ def run(plan_path: Path, choices: Mapping[str, object], train: Callable[[Trainer
 
 
 def _run_joined(
-    plan: Plan,
-    options: TrainingOptions,
+    make: Callable[[], Trainer],
     world: World,
     train: Callable[[Trainer], None],
     beat: Heartbeat,
 ) -> int:
     trainer, fault = None, ""
     try:
-        trainer = Trainer(plan, options, world)
+        trainer = make()
     except ValueError as error:
         fault = str(error)
     faults = _share_faults(world, fault)

@@ -6,21 +6,34 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from costmodels.model import ModelSpec  # noqa: TC001  (imports look alike everywhere)
 from planner.plan import Plan
 from runtime import collectives
 from runtime.context import context_share
 from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
 from runtime.executor import Executor
+from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
 from runtime.lower import lower
 from runtime.mesh import World
-from runtime.metrics import Measurement, Recorder, model_flops_utilisation, peak_memory
+from runtime.metrics import (
+    WARM_UP_STEPS,
+    Measurement,
+    Recorder,
+    model_flops_utilisation,
+    peak_memory,
+)
+from runtime.modules import module_of_plan, needs_module
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate, precisions
 from runtime.options import TrainingOptions
+from runtime.predicted_actions import predicted_actions
+from runtime.program import Initialiser  # noqa: TC001  (as above)
 from runtime.run_state import RunState
 from runtime.survival import StoppedError, TrainingBrokeError
+from runtime.trace_file import hand_over, handed_over, write_trace
+from runtime.tracing import Trace, observed
 from runtime.zero import ShardedStates
 
 
@@ -34,25 +47,44 @@ class Trainer:
 
     """
 
-    def __init__(self, plan: Plan, options: TrainingOptions, world: World) -> None:
+    def __init__(
+        self, plan: Plan, options: TrainingOptions, world: World, module: str | None = None
+    ) -> None:
         """Open the data, lower the model and give it its first values.
 
+        Args:
+            plan: What to run.
+            options: The script's flags.
+            world: All ranks.
+            module: `package.module:function` where the plan is of a traced module.
+
         Raises:
-            ValueError: The plan or an option cannot be carried out.
+            ValueError: The plan, the module or an option cannot be carried out.
 
         """
         layout = plan.layout
         self.step = 0
         self._plan = plan
         self._options = options
-        self._mesh = world.mesh(layout)
+        self._world = world
+        self._trace = (
+            Trace(world.rank, world.device, first_step=WARM_UP_STEPS, num_steps=options.trace)
+            if options.trace
+            else None
+        )
+        mesh = world.mesh(layout)
+        self._mesh = mesh if self._trace is None else observed(mesh, self._trace)
         self._source = open_source(plan, options)
         self._settings = options.optimizer_settings(OptimizerSettings(kind=plan.job.optimizer))
         formats = precisions(plan.job)
-        program = lower(plan.model, plan.job, layout, self._mesh)
-        values = normal_initialiser(options.seed, plan.model.num_layers, world.device)
+        network: ModelSpec | nn.Module = plan.model
+        values: Initialiser = normal_initialiser(options.seed, plan.model.num_layers, world.device)
+        if needs_module(plan, module):
+            built = module_of_plan(plan, str(module), seed=options.seed, device=world.device)
+            network, values = built.module, built.values
+        program = lower(network, plan.job, layout, self._mesh)
         self._states = ShardedStates(program, self._mesh, formats, initialise=values)
-        self.executor = Executor(program, self._mesh, self._states)
+        self.executor = Executor(program, self._mesh, self._states, trace=self._trace)
         self.optimizer = ShardedOptimizer(self._states, self._settings, checks_norm=True)
         self._run_state = RunState(
             plan,
@@ -64,6 +96,8 @@ class Trainer:
             program=program,
         )
         self.step = self._run_state.begin()
+        if self._trace is not None:
+            self._trace.move(self.step)
         self._recorder = (
             Recorder(options.output, plan, resumed=self.step > 0) if world.rank == 0 else None
         )
@@ -86,6 +120,8 @@ class Trainer:
         for step in range(self.step, self._options.steps):
             self.step = step
             self._start = time.perf_counter()
+            if self._trace is not None:
+                self._trace.begin_step(step)
             yield step
             if self._stop:
                 saved = self._run_state.save(step + 1)
@@ -130,6 +166,8 @@ class Trainer:
         """
         loss_now = loss.item()  # waits for the device
         seconds = time.perf_counter() - self._start
+        if self._trace is not None:
+            self._trace.end_step()
         allocated, reserved = self._agree(peak_memory(self._mesh.device))
         self._run_state.save_if_due(step + 1)
         if self._recorder is None:
@@ -165,8 +203,34 @@ class Trainer:
 
     def _finish(self) -> None:
         self._run_state.finish()
+        if self._trace is not None:
+            self._write_trace(self._trace)
         if self._recorder is not None:
             print(self._recorder.finish())  # noqa: T201  (the run's result)
+
+    def _write_trace(self, trace: Trace) -> None:
+        """Let rank 0 write what every rank did.
+
+        Raises:
+            TrainingBrokeError: It cannot.
+
+        """
+        store, size = self._world.store, self._world.size
+        assert store is not None
+        hand_over(store, self._world.rank, trace.events())
+        if self._world.rank:
+            return
+        predicted = predicted_actions(self._plan)
+        layout = self._plan.layout
+        ranks = (
+            (rank, events, predicted[coordinates(layout, rank)["pp"]])
+            for rank, events in handed_over(store, size)
+        )
+        try:
+            path = write_trace(self._options.output, ranks)
+        except ValueError as error:
+            raise TrainingBrokeError(str(error)) from error
+        print(f"wrote {path} (open it in ui.perfetto.dev)", file=sys.stderr)  # noqa: T201  (progress)
 
 
 def open_source(plan: Plan, options: TrainingOptions) -> Source:

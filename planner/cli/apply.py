@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from costmodels.job import Target
 from planner.cli import NoAnswerError
+from planner.cli.modules import add_module_flag
 
 if TYPE_CHECKING:
     from planner.emit import Emission
@@ -26,6 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=[target.value for target in Target],
         help="framework to write for (default: the plan's)",
     )
+    add_module_flag(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -37,7 +39,7 @@ def run(arguments: Namespace) -> int:
     plan = read_plan(arguments.plan)
     target = Target(arguments.target) if arguments.target else plan.job.target
     try:
-        emission = emit(plan, target)
+        emission = emit(plan, target, arguments.module)
     except (CannotExpress, IllegalPlanError) as error:
         raise NoAnswerError(str(error)) from error
     if arguments.output:

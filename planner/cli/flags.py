@@ -96,9 +96,14 @@ def add_layout_flags(parser: ArgumentParser) -> None:
 
 def read_model_flag(arguments: Namespace) -> ModelSpec:
     """Return the model that --model names; ValueError where there is none."""
-    from planner.presets import read_model
+    from planner.presets import ModelFunctionReference, read_model
 
-    return read_model(arguments.model)
+    try:
+        return read_model(arguments.model)
+    except ModelFunctionReference:
+        from planner.cli.modules import traced_model
+
+        return traced_model(arguments.model, arguments.verb)
 
 
 def read_hardware_flags(arguments: Namespace) -> HardwareProfile:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli import NO_ANSWER, NoAnswerError
+from planner.cli.modules import add_module_flag
 
 if TYPE_CHECKING:
     from runtime.verify import RoleReport, VerifyReport
@@ -16,6 +17,7 @@ EXAMPLE = "planner verify plan.json"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the verb's flags."""
     parser.add_argument("plan", type=Path, metavar="PLAN", help="written by planner search -o")
+    add_module_flag(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -27,10 +29,11 @@ def run(arguments: Namespace) -> int:
 
     plan = read_plan(arguments.plan)
     try:
-        refuse_unsupported(plan)
+        refuse_unsupported(plan, arguments.module)
     except IllegalPlanError as error:
         raise NoAnswerError(str(error)) from error
-    report: VerifyReport = runtime_module("runtime.verify", "verify").verify(plan)
+    runtime = runtime_module("runtime.verify", "verify")
+    report: VerifyReport = runtime.verify(plan, arguments.module)
     if arguments.json:
         print(json.dumps(report.to_json()))
     else:

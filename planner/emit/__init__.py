@@ -28,6 +28,7 @@ from planner.emit.native import emit_native
 from planner.emit.torchtitan import emit_torchtitan
 from planner.plan import Plan
 from planner.rules import violations
+from planner.rules.native_jobs import TRACED
 
 __all__ = [
     "CannotExpress",
@@ -50,12 +51,14 @@ EMITTERS: dict[Target, Emitter] = {
 }
 
 
-def emit(plan: PlanLike, target: Target) -> Emission:
+def emit(plan: PlanLike, target: Target, module: str | None = None) -> Emission:
     """Write a plan for a framework.
 
     Args:
         plan: Model, job, cluster and layout.
         target: The framework; need not be the one that the plan was searched for.
+        module: `package.module:function` that builds the network of a traced module; our own
+            runtime alone calls it.
 
     Raises:
         CannotExpress: The framework has no option for a part of the plan.
@@ -67,7 +70,9 @@ def emit(plan: PlanLike, target: Target) -> Emission:
     if target is Target.NATIVE:
         if not isinstance(plan, Plan):
             raise ValueError("native runs a whole plan: model, job, cluster and layout do not do")
-        return emit_native(replace(plan, job=job))
+        return emit_native(replace(plan, job=job), module)
+    if plan.model.architecture == TRACED:
+        raise CannotExpress(target, f"the module {plan.model.name}", "use --target native")
     broken = violations(plan.model, job, plan.cluster, plan.layout)
     if broken:
         reasons = "; ".join(violation.message for violation in broken)

@@ -50,7 +50,7 @@ from runtime.train import Trainer, run
 CHOICES = {{
 {choices}
 }}
-
+{module}
 
 def train(trainer: Trainer) -> None:
     """Run the steps that are left."""
@@ -63,25 +63,36 @@ def train(trainer: Trainer) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Path(__file__).with_name("{plan_file}"), CHOICES, train))
+    sys.exit(run(Path(__file__).with_name("{plan_file}"), CHOICES, train{argument}))
 '''
 
 
-def emit_native(plan: Plan) -> Emission:
+# A reference is letters, digits, underscores, dots and one colon: the command line sees to that.
+MODULE = """
+# Builds the network; its package must be importable (PYTHONPATH).
+MODULE = "{reference}"
+"""
+
+
+def emit_native(plan: Plan, module: str | None = None) -> Emission:
     """Return the run folder of a plan for this project's own runtime.
+
+    Args:
+        plan: What to run.
+        module: `package.module:function` where the plan is of a traced module.
 
     Raises:
         ValueError: The layout is illegal, or the runtime does not run it; the message says which
             rule and what would be legal.
 
     """
-    refuse_unsupported(plan)
+    refuse_unsupported(plan, module)
     environment = environment_of(plan)
     program = _torchrun(plan.cluster)
     title = f"{identifier(plan.model.name)} with the native runtime"
     scripts = launch_files(title, plan.cluster, program, (), environment, script=SCRIPT)
     files = (
-        EmittedFile(path=SCRIPT, text=train_script(plan)),
+        EmittedFile(path=SCRIPT, text=train_script(plan, module)),
         EmittedFile(path=PLAN_FILE, text=plan_text(plan)),
         *scripts,
     )
@@ -90,7 +101,7 @@ def emit_native(plan: Plan) -> Emission:
     )
 
 
-def refuse_unsupported(plan: Plan) -> None:
+def refuse_unsupported(plan: Plan, module: str | None = None) -> None:
     """Refuse a plan whose layout is illegal or that the runtime of this version does not run.
 
     Raises:
@@ -102,13 +113,14 @@ def refuse_unsupported(plan: Plan) -> None:
     if broken:
         reasons = "; ".join(violation.message for violation in broken)
         raise IllegalPlanError(f"the plan is illegal for native: {reasons}")
-    lacking = job_refusals(plan.model, plan.job)
+    lacking = job_refusals(plan.model, plan.job, has_module=module is not None)
     if lacking:
         raise ValueError(f"the native runtime does not run this job: {'; '.join(lacking)}")
 
 
-def train_script(plan: Plan) -> str:
-    """Return train.py: the plan's choices and the loop."""
+def train_script(plan: Plan, module: str | None = None) -> str:
+    """Return train.py: the plan's choices, the module's function where one was named, the loop."""
+    named = "" if module is None else MODULE.format(reference=module)
     lines = [
         f"    # {meaning}\n    {_quoted(name)}: {_literal(plan.layout, name)},"
         for name, meaning in CHOICES.items()
@@ -118,6 +130,8 @@ def train_script(plan: Plan) -> str:
         num_ranks=plan.layout.num_gpus,
         choices="\n".join(lines),
         plan_file=PLAN_FILE,
+        module=named,
+        argument="" if module is None else ", MODULE",
     )
 
 

@@ -63,6 +63,11 @@ class ModelFunctionReference(ValueError):  # noqa: N818  # no failure: the calle
         super().__init__(f"{text} is a function that builds a model; reading it needs the runtime")
 
 
+def is_function_reference(text: str) -> bool:
+    """Tell whether a text has the form `package.module:function`."""
+    return _FUNCTION.fullmatch(text) is not None
+
+
 @cache
 def presets() -> tuple[Preset, ...]:
     """Return every built-in model, by name."""
@@ -85,7 +90,7 @@ def read_model(text: str) -> ModelSpec:
         if text.lower() in preset.names:
             with resources.as_file(resources.files(__package__) / "configs") as folder:
                 return _read_file(folder / preset.file, name=preset.name)
-    if _FUNCTION.fullmatch(text):
+    if is_function_reference(text):
         raise ModelFunctionReference(text)
     path = Path(text)
     if not text.strip() or not _exists(path):

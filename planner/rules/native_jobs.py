@@ -21,14 +21,29 @@ ARCHITECTURES = frozenset(
         "gpt2",
     }
 )
+TRACED = "module"  # what `runtime.described` calls a module that a person's function builds
 PRECISIONS = frozenset({Precision.BF16, Precision.FP32})
 OPTIMIZERS = frozenset({Optimizer.ADAMW, Optimizer.ADAMW_BF16, Optimizer.SGD})
 
 
-def job_refusals(model: ModelSpec, job: TrainingJob) -> tuple[str, ...]:
-    """Return in words what the runtime lacks for a job; empty if it trains it."""
+def job_refusals(
+    model: ModelSpec, job: TrainingJob, *, has_module: bool = False
+) -> tuple[str, ...]:
+    """Return in words what the runtime lacks for a job; empty if it trains it.
+
+    Args:
+        model: The network.
+        job: How it is trained.
+        has_module: The function that builds a traced module is named beside its specification.
+
+    """
     found = []
-    if model.architecture not in ARCHITECTURES:
+    if model.architecture == TRACED and not has_module:
+        found.append(
+            f"{model.name} is a module, which a plan cannot hold: name the function that builds it "
+            "(--model package.module:function)"
+        )
+    if model.architecture not in (*ARCHITECTURES, TRACED):
         found.append(
             f"it has no module for architecture {model.architecture!r} ({model.name}); "
             f"it has {', '.join(sorted(ARCHITECTURES))}"

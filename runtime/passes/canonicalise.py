@@ -3,6 +3,7 @@
     arange(s, device="meta")                      arange(s, device=input_ids.device)
     to(x, device, dtype), slice(x, 0, s), dropout(x, 0.0)      a cast, or nothing
     view -> addmm(bias, x, weight) -> view        linear(x, t(weight), bias)
+    arange(length), outside of masks              position_ids[0]
     unflatten(x, -1, [heads, d])                  reshape(x, [b, s, heads, d])
     sdpa(q, k, v, attn_mask=causal mask)          sdpa(q, k, v, is_causal=True)
     sdpa(q, repeat(k), repeat(v))                 sdpa(q, k, v, enable_gqa=True)
@@ -25,6 +26,7 @@ _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)  # noqa: SLF001
 _CASTS = (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other)
+_COUNTS = (_aten.arange.default, _aten.arange.start)
 _END = 2**63 - 1  # how torch writes "to the end"
 _SAMPLE_SHAPE = (2, 5)
 
@@ -50,6 +52,10 @@ def canonicalise(graph: GraphModule, context: LoweringContext) -> GraphModule:
             _normalise_attention(graph, node)
         elif node.target is _aten.rms_norm.default and _is_weighted_norm(node):
             node.target = norm.rms_norm
+    graph.graph.eliminate_dead_code()
+    for node in list(graph.graph.nodes):  # those of masks are gone
+        if node.target in _COUNTS:
+            _read_positions(graph.graph, node)
     graph.graph.eliminate_dead_code()
     return graph
 
@@ -81,6 +87,21 @@ def _drop_device(graph: fx.Graph, node: Node) -> None:
     elif isinstance(node.kwargs.get("device"), torch.device):
         kwargs = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
         node.kwargs = {**kwargs, "device": _batch_device(graph)}
+
+
+def _read_positions(graph: fx.Graph, node: Node) -> None:
+    """Let a model that counts positions up to the length read the batch's, which may be a share."""
+    tokens, positions, *_ = (n for n in graph.nodes if n.op == "placeholder")
+    *start, end = node.args[:2]
+    size = end.meta.get("val") if isinstance(end, Node) else None
+    if str(size) != str(tokens.meta["val"].shape[1]) or any(start):
+        return
+    with graph.inserting_before(node):
+        first = graph.call_function(_aten.select.int, (positions, 0, 0))
+        first.meta = {**node.meta, "val": positions.meta["val"][0]}
+        cast = graph.call_function(_aten.to.dtype, (first, node.meta["val"].dtype))
+        cast.meta = dict(node.meta)
+    node.replace_all_uses_with(cast)
 
 
 def _batch_device(graph: fx.Graph) -> Node:

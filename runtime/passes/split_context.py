@@ -37,7 +37,8 @@ def split_context(graph: GraphModule, context: LoweringContext) -> GraphModule:
     """Replace attention by the form of the layout.
 
     Raises:
-        ValueError: The form has no kernel without fused attention.
+        ValueError: The form has no kernel without fused attention, or the model takes the first
+            rows of a table as its positions.
 
     """
     if context.layout.context_parallel == 1:
@@ -48,6 +49,7 @@ def split_context(graph: GraphModule, context: LoweringContext) -> GraphModule:
             f"context parallelism of type {kind} merges what fused kernels return; without flash "
             f"attention it is {ContextParallelType.ULYSSES} (--cp-type) or none"
         )
+    _refuse_first_rows(graph)
     (mesh,) = graph.graph.find_nodes(op="placeholder", target="mesh")
     for node in graph.graph.find_nodes(op="call_function", target=_ATTENTION):
         if kind in _WHOLE:
@@ -57,6 +59,17 @@ def split_context(graph: GraphModule, context: LoweringContext) -> GraphModule:
         else:
             _exchange_around(graph, node, mesh)
     return graph
+
+
+def _refuse_first_rows(graph: GraphModule) -> None:
+    """A table that is sliced to the length gives every rank the rows of the first tokens."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        source = node.args[0]
+        if isinstance(source, Node) and source.op == "get_attr" and len(node.all_input_nodes) > 1:
+            raise ValueError(
+                f"{source.target} is sliced to the length of a sequence, of which a rank of the "
+                "context axis holds a share: take its rows by position_ids, or use --cp 1"
+            )
 
 
 def attention_sees_the_whole_sequence(graph: GraphModule, context: LoweringContext) -> None:

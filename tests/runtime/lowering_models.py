@@ -1,5 +1,7 @@
 """Small models that hide nothing: grouped heads, odd vocabulary, biases and norms that matter."""
 
+import inspect
+
 import torch
 from torch.nn import functional
 
@@ -96,7 +98,9 @@ def reference(model, values, data):
             parameter.copy_(values[name])
     model.zero_grad()
     positions = torch.arange(SEQ).expand(len(data["input_ids"]), -1)
-    output = model(input_ids=data["input_ids"], position_ids=positions)
+    known = inspect.signature(model.forward).parameters
+    given = {"position_ids": positions} if "position_ids" in known else {}
+    output = model(data["input_ids"], **given)
     logits = output if isinstance(output, torch.Tensor) else output[0]
     loss = functional.cross_entropy(logits.flatten(0, 1), data["labels"].flatten(), reduction="sum")
     loss.backward()

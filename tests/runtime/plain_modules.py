@@ -117,3 +117,62 @@ def plain_gpt():
 
 def plain_mixer():
     return PlainMixer()
+
+
+class SlicedPositions(PlainGpt):
+    """Takes the first rows of its table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places[: tokens.shape[1]]
+        return self.out(self.last_norm(self.cells(x)))
+
+
+def sliced_positions():
+    return SlicedPositions()
+
+
+class AttentionByHand(SelfAttention):
+    """Scores, a mask and a softmax, each an operation of its own."""
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        parts = self.to_qkv(x).split(WIDTH, dim=2)
+        q, k, v = (p.view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2) for p in parts)
+        scores = q @ k.transpose(-2, -1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+def by_hand():
+    model = PlainGpt()
+    for cell in model.cells:
+        cell.attention = AttentionByHand()
+    return model
+
+
+def uneven():
+    model = PlainGpt()
+    model.cells[-1].widen, model.cells[-1].narrow = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+    return model
+
+
+def broken():
+    raise RuntimeError("out of ideas")
+
+
+def no_module():
+    return 1
+
+
+class LoneLayer(nn.Module):
+    def forward(self, tokens, mask, scale):
+        return tokens * mask * scale
+
+
+def lone_layer():
+    return LoneLayer()

@@ -1,0 +1,197 @@
+"""Modules that a person's function builds: described, cut, and equal to one process."""
+
+import lowering_models as small
+import plain_modules as plain
+import pytest
+import torch
+from parity import gradient_errors, worst
+
+from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule
+from costmodels.model import ModelSpec
+from costmodels.parameters import num_parameters
+from runtime.capture import capture
+from runtime.context import context_share
+from runtime.data import share_of
+from runtime.described import describe
+from runtime.executor import Executor
+from runtime.launch import run_ranks
+from runtime.lower import lower_graph, program_of
+from runtime.models import build_model
+from runtime.modules import build_module
+from runtime.program import ParameterShard
+from runtime.zero import Precisions, ShardedStates
+
+TOLERANCE = 1e-5
+BATCH, SEQ = 8, plain.LENGTH
+LAYERS = plain.DEPTH
+FREE = {"name", "architecture", "training_seq_len", "norm_epsilon", "activation", "rope_theta"}
+
+
+@pytest.mark.parametrize("name", small.MODELS)
+def test_the_facts_of_a_known_model_are_read_off_its_graph(name):
+    spec = small.MODELS[name]
+    found = describe(capture(build_model(spec, seq_len=small.SEQ)), name).spec
+    assert num_parameters(found) == num_parameters(spec)
+    for field in ModelSpec.__slots__:
+        if field not in FREE:
+            assert getattr(found, field) == getattr(spec, field), field
+
+
+def test_what_no_rule_cuts_is_named_with_its_cost():
+    description = build_module("plain_modules:plain_mixer").describe()
+    (warning,) = description.warnings()
+    assert "blend.weight" in warning
+    assert f"{LAYERS * plain.WIDTH**2:,} weights" in warning
+    assert description.spec.whole_matrices == plain.WIDTH**2
+    assert any("cut by columns: (mixer_a to mixer_d).q.weight" in t for t in description.lines())
+    assert build_module("plain_modules:plain_gpt").describe().spec.whole_vectors == plain.WIDTH
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("no_such_package:f", "cannot be imported"),
+        ("plain_modules:no_such_function", "no function"),
+        ("plain_modules:DEPTH", "no function"),
+        ("plain_modules:broken", "fails: RuntimeError: out of ideas"),
+        ("plain_modules:no_module", "returns a int"),
+        ("plain_modules:lone_layer", "takes"),
+        ("plain_modules:uneven", "block 3 is"),
+        ("plain_modules:by_hand", "scaled_dot_product_attention 0 times"),
+        ("two words", "not of the form"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_sentence(reference, words):
+    with pytest.raises(ValueError, match=words):
+        build_module(reference).describe()
+
+
+def test_first_values_are_those_that_the_constructor_means():
+    built = build_module("plain_modules:plain_gpt", seed=1)
+    shards = {
+        name: ParameterShard(name=name, global_shape=tuple(parameter.shape))
+        for name, parameter in built.module.named_parameters()
+    }
+    values = {name: built.values(shard) for name, shard in shards.items()}
+    assert torch.equal(values["cells.0.gamma"], torch.full((plain.WIDTH,), 0.5))
+    assert torch.equal(values["last_norm.weight"], torch.ones(plain.WIDTH))
+    weight = values["cells.2.widen.weight"]
+    bound = plain.WIDTH**-0.5  # nn.Linear's own
+    assert 0.9 * bound < weight.abs().max() <= bound
+    assert not torch.equal(weight, values["cells.1.widen.weight"])
+    assert torch.equal(
+        weight,
+        build_module("plain_modules:plain_gpt", seed=1).values(shards["cells.2.widen.weight"]),
+    )
+
+
+# Parity.
+
+LAYOUTS = [
+    {"data_parallel": 4},
+    {"data_parallel": 4, "zero_stage": 1, "zero_group": 4},
+    {"data_parallel": 4, "zero_stage": 3, "zero_group": 4, "recompute": Recompute.FULL},
+    {"pipeline_parallel": 4},
+    {
+        "pipeline_parallel": 2,
+        "stages_per_rank": 2,
+        "schedule": Schedule.INTERLEAVED,
+        "data_parallel": 2,
+        "zero_stage": 1,
+        "zero_group": 2,
+    },
+    {
+        "tensor_parallel": 2,
+        "data_parallel": 2,
+        "zero_stage": 3,
+        "zero_group": 2,
+        "sequence_parallel": True,
+    },
+    {"tensor_parallel": 2, "pipeline_parallel": 2},
+    {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True},
+    {
+        "context_parallel": 2,
+        "pipeline_parallel": 2,
+        "context_parallel_type": ContextParallelType.ULYSSES,
+    },
+]
+EXPERT_LAYOUTS = [
+    {"expert_parallel": 2, "data_parallel": 4, "zero_stage": 1, "zero_group": 4},
+    {"expert_parallel": 2, "tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True},
+    {"expert_tensor_parallel": 2, "expert_parallel": 2, "data_parallel": 2, "tensor_parallel": 2},
+]
+
+
+def layout_of(facts):
+    stages = facts.get("pipeline_parallel", 1) * facts.get("stages_per_rank", 1)
+    micro = BATCH // facts.get("data_parallel", 1) // 2
+    group = facts.get("data_parallel", 1) * facts.get("context_parallel", 1)
+    return Layout(
+        **{
+            "zero_group": group,
+            "micro_batch_size": 2,
+            "num_micro_batches": micro,
+            "layers_per_stage": (LAYERS // stages,) * stages,
+            **facts,
+        }
+    )
+
+
+def reference(model, values, data):
+    """Return the mean loss of the plain module and its gradients."""
+    loss, gradients = small.reference(model, values, data)
+    count = int((data["labels"] != -100).sum())
+    return loss / count, {name: g / count for name, g in gradients.items()}
+
+
+def errors_of(world, case):
+    graph, layout, values, data, truth = case
+    mesh = world.mesh(layout)
+    program = program_of(graph, layout, mesh)
+    dtypes = Precisions(gradients=torch.float32, master=torch.float32)
+    states = ShardedStates(program, mesh, dtypes, initialise=lambda shard: values[shard.name])
+    share = share_of(BATCH, layout.data_parallel, mesh.coordinate("dp"))
+    batches = [
+        context_share({k: v[i : i + 2] for k, v in data.items()}, layout, mesh.coordinate("cp"))
+        for i in range(share.start, share.stop, 2)
+    ]
+    loss = Executor(program, mesh, states).run(batches)
+    error, name = worst(gradient_errors(states, mesh, truth[1]))
+    return [abs(loss.item() - truth[0].item()) / truth[0].item(), error, name]
+
+
+def check_parity(make, layouts):
+    cases = []
+    for facts in layouts:
+        model = make()
+        values = small.weights(model, scale=0.15)
+        data = small.batch(size=BATCH, vocab_size=plain.VOCABULARY)
+        truth = reference(model, values, data)
+        layout = layout_of(facts)
+        cases.append((lower_graph(model, small.job(), layout), layout, values, data, truth))
+
+    def all_errors(world):
+        return [errors_of(world, case) for case in cases]
+
+    for rank in run_ranks(all_errors, 4, timeout=240):
+        for facts, (loss, gradient, name) in zip(layouts, rank, strict=True):
+            assert loss < TOLERANCE, facts
+            assert gradient < TOLERANCE, (facts, name)
+
+
+@pytest.mark.parametrize("make", [plain.plain_gpt, plain.plain_mixer])
+def test_a_plain_module_gives_the_gradients_of_one_process(make):
+    check_parity(make, LAYOUTS)
+
+
+def test_unmodified_mixtral_gives_the_gradients_of_one_process_with_experts_spread():
+    pytest.importorskip("transformers")
+    from test_transformers_models import make  # noqa: PLC0415  (needs transformers)
+
+    check_parity(lambda: make("mixtral"), EXPERT_LAYOUTS)
+
+
+def test_a_table_sliced_to_the_length_is_refused_where_sequences_are_split():
+    layout = layout_of({"context_parallel": 2, "data_parallel": 2})
+    with pytest.raises(ValueError, match=r"places is sliced .* --cp 1"):
+        lower_graph(plain.sliced_positions(), small.job(), layout)
