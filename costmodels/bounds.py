@@ -156,7 +156,7 @@ def open_lower_bound(
     closed = replace(
         closed, schedule=np.full(len(table), _ANY_SCHEDULE) if schedule_is_open else table.schedule
     )
-    sums = replace(sums, transfer=np.zeros(len(table)))
+    sums = replace(sums, way=np.zeros(len(table)), way_ahead=np.zeros(len(table)))
     pipeline = pipeline_lower_bound(costs, counts, sums, closed, limits)
     overhead = cluster.profile.calibration["step_overhead"]
     bound: Values = (pipeline + overhead) * (1 + stragglers(cluster)) * _ROUNDING

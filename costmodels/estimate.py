@@ -19,7 +19,7 @@ from costmodels.model import ModelSpec
 from costmodels.overlap import overlap_of
 from costmodels.parameters import model_flops_per_token
 from costmodels.stage_costs import BlockSeconds, StageCosts
-from costmodels.stages import rank_rest, run_pipeline, stages_of
+from costmodels.stages import rank_rest, run_pipeline, stage_hops, stages_of
 from costmodels.step_terms import local_term, pipeline_terms, rest_terms, work_terms
 from costmodels.terms import TimeEstimate
 
@@ -41,9 +41,9 @@ def estimate_time(
 
     """
     costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
-    hop = float(costs.hop[0])
+    hops = stage_hops(layout, costs)
     stages = stages_of(model, layout, costs)
-    pipeline = run_pipeline(job, layout, stages, hop)
+    pipeline = run_pipeline(job, layout, stages, hops)
     ranks = [
         [block for stage in layout.stages_of_rank(rank) for block in stages[stage]]
         for rank in range(layout.pipeline_parallel)
@@ -57,7 +57,7 @@ def estimate_time(
     constants = cluster.profile.calibration
     terms = [
         *work_terms(ranks[slowest], layout),
-        *pipeline_terms(pipeline, ranks[slowest], layout, slowest, hop),
+        *pipeline_terms(pipeline, ranks[slowest], layout, slowest, hops),
         *rest_terms(rest),
         local_term("step_overhead", constants["step_overhead"]),
     ]
@@ -103,7 +103,7 @@ def stage_costs(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: La
         layers=tuple((kind, seconds(times)) for kind, times in costs.layers),
         embedding=seconds(costs.embedding),
         head=seconds(costs.head),
-        hop=float(costs.hop[0]),
+        way=float(costs.hops.way[0]),
         fixed_rest=cluster.profile.calibration["step_overhead"],
     )
 

@@ -20,14 +20,15 @@ from costmodels.block_costs import (
     WorkloadCosts,
     price_workload,
 )
-from costmodels.collective_costs import Pricing, collective_seconds, exposed_seconds
+from costmodels.collective_costs import Pricing, exposed_seconds
 from costmodels.hardware import Cluster
+from costmodels.hops import Hops, pipeline_hops
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.overlap import overlap_of, scatters_hops
-from costmodels.placement import Placement, Tiers, place
+from costmodels.overlap import overlap_of
+from costmodels.placement import Placement, place
 from costmodels.rates import Rates, rates_of
 from costmodels.shard import shards_of
 from costmodels.state_costs import (
@@ -117,7 +118,7 @@ class LayoutCosts:
     Attributes:
         priced: Blocks by cause, one row per distinct shard.
         shard_of_row: Which of those rows a layout uses.
-        hop: Seconds of handing a micro-batch to the next rank; 0 without a pipeline.
+        hops: Seconds of handing a micro-batch from rank to rank of the pipeline.
         states: Seconds per weight and step.
 
     """
@@ -127,7 +128,7 @@ class LayoutCosts:
     head: BlockTimes
     priced: WorkloadCosts
     shard_of_row: NDArray[np.int64]
-    hop: Seconds
+    hops: Hops
     states: StateCosts
     rates: Rates
     placement: Placement
@@ -181,7 +182,7 @@ def layout_costs(
         head=times(priced.head, head_weights(model, job, table)),
         priced=priced,
         shard_of_row=shard_of_row,
-        hop=_hop_seconds(model, job, table, placement, rates),
+        hops=pipeline_hops(model, job, table, placement, rates),
         states=state_costs(job, table, placement, rates),
         rates=rates,
         placement=placement,
@@ -253,26 +254,6 @@ def _block_times(
         backward_exposed=exposed,
         weights=weights,
     )
-
-
-def _hop_seconds(
-    model: ModelSpec, job: TrainingJob, table: LayoutTable, placement: Placement, rates: Rates
-) -> Seconds:
-    """Return the seconds of sending one micro-batch's activations to the next rank.
-
-    Where every tensor-parallel rank holds all of them, frameworks send a part from each and gather
-    the parts on the other side (Narayanan et al., arXiv:2104.04473, section 4.1).
-    """
-    shard = shards_of(table, job)
-    whole = rates.element_bytes * shard.outer_tokens * model.hidden_size
-    pair: Tiers = placement.hop
-    seconds = np.asarray(collective_seconds("ring", whole, pair, rates))
-    if scatters_hops(job):
-        part = rates.element_bytes * shard.tokens * model.hidden_size / table.tensor_parallel
-        gather = collective_seconds("all_gather", whole, placement.tensor, rates)
-        whole_again = np.where(table.sequence_parallel == 1, 0.0, gather)
-        seconds = np.asarray(collective_seconds("ring", part, pair, rates)) + whole_again
-    return np.where(table.pipeline_parallel > 1, seconds, 0.0)
 
 
 def rank_state_seconds(

@@ -134,7 +134,8 @@ def pipeline_sums(
         smallest_forward=few * np.minimum.reduce([times.forward for times in layers]),
         smallest_backward=few * np.minimum.reduce(backward)
         + again * np.minimum(limits.recomputed, few),
-        transfer=costs.hop,
+        way=costs.hops.way,
+        way_ahead=costs.hops.way_ahead,
     )
 
 
@@ -154,10 +155,9 @@ def pipeline_lower_bound(
     redone = again * np.minimum(limits.recomputed, limits.layers)
     work = limits.last * main.total + main.redone(v * np.minimum(limits.recomputed, limits.layers))
     work = work + np.where(np.isin(table.schedule, _V_SHAPED), 0.0, costs.head.total)
-    hops = (p - 1) * sums.transfer
-    before = limits.ahead * main.forward + hops
+    before = limits.ahead * main.forward + sums.way
     backward = limits.ahead * (main.backward_input + main.backward_weight) + (p - 1) * redone
-    after = np.where(table.schedule == _INTERLEAVED, backward + hops, 0.0)
+    after = np.where(table.schedule == _INTERLEAVED, backward + sums.way, 0.0)
     last = before + table.num_micro_batches * work + after
     bound: Values = np.where(v > 1, np.maximum(general, last), general)
     return bound

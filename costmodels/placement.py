@@ -51,7 +51,7 @@ class Placement:
         expert: Expert-parallel group, folded over tensor, context and data.
         expert_tensor: Expert-tensor-parallel group.
         expert_data: Ranks that hold the same experts.
-        hop: Two neighbouring pipeline ranks: outer is 2 where they sit in different domains.
+        pipeline: The ranks of a pipeline; every `inner`-th hop between them leaves a domain.
 
     """
 
@@ -63,7 +63,7 @@ class Placement:
     expert: Tiers
     expert_tensor: Tiers
     expert_data: Tiers
-    hop: Tiers
+    pipeline: Tiers
 
     def take(self, rows: IntColumn) -> "Placement":
         """Return the placement of some rows."""
@@ -133,12 +133,5 @@ def place(layouts: LayoutTable | Layout, cluster: Cluster) -> Placement:
         expert=expert,
         expert_tensor=span(domain, etp, one),
         expert_data=span(domain, sharing, ep * etp),
-        hop=_hop(domain, table.pipeline_parallel, stride["pp"]),
+        pipeline=span(domain, table.pipeline_parallel, stride["pp"]),
     )
-
-
-def _hop(domain: int, pipeline: IntColumn, stride: IntColumn) -> Tiers:
-    """Return the pair of pipeline neighbours; the slowest hop of the pipeline paces it."""
-    crosses = np.where(pipeline * stride > domain, 2, 1)
-    pair = np.minimum(pipeline, 2)
-    return Tiers(inner=np.where(crosses == 2, 1, pair), outer=np.minimum(crosses, pair))  # noqa: PLR2004

@@ -2,7 +2,7 @@
 
 With one stage per rank, a rank r with n layers of the main kind scores (see `schedule/bound.py`)
 
-    gpipe, 1f1b    way + n (a W - b_r F) + ends_r + m R min(k, n)     way = T + 2 (p - 1) c
+    gpipe, 1f1b    way + n (a W - b_r F) + ends_r + m R min(k, n)     way = T + 2 c
     zero-bubble    the same with                                      way = sum of all F
 
 W and F are seconds of a layer (F its forward), R what recomputing it adds, m micro-batches; a = m -
@@ -176,7 +176,7 @@ def _scores(model: ModelSpec, costs: LayoutCosts, table: LayoutTable, group: Roo
         return of_rank
 
     every = totals.forward + totals.backward_input + totals.backward_weight
-    way = every[rows] + 2 * (pipeline - 1) * costs.hop[rows]
+    way = every[rows] + 2 * costs.hops.way[rows]
     fixed = np.where(is_zero_bubble, totals.forward[rows][:, None], way[:, None])
     fixed = np.repeat(fixed, pipeline, axis=1)
     fixed[:, 0] += score(costs.embedding.total, costs.embedding.forward)[:, 0]

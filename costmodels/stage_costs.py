@@ -43,7 +43,7 @@ class StageCosts:
         layers: Seconds of one layer of each kind.
         embedding: Before the first layer, on global stage 0.
         head: After the last layer, on the last global stage; final norm and loss included.
-        hop: Seconds of handing one micro-batch to a stage on another rank, one way.
+        way: Seconds of handing one micro-batch through all ranks, one way.
         fixed_rest: Seconds per step on every rank, whatever its layers.
 
     """
@@ -51,7 +51,7 @@ class StageCosts:
     layers: tuple[tuple[LayerKind, BlockSeconds], ...]
     embedding: BlockSeconds
     head: BlockSeconds
-    hop: float
+    way: float
     fixed_rest: float
 
     def layer(self, kind: LayerKind) -> BlockSeconds:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.layout_costs import BlockTimes, LayoutCosts, rank_state_seconds
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import Overlap, passes_beside, sends_hold_rank
-from costmodels.schedule import StageDurations, build_schedule, simulate
+from costmodels.schedule import PipelineShape, StageDurations, build_schedule, simulate
 
 ZERO_2 = 2
 
@@ -106,10 +107,29 @@ def stage_seconds(blocks: list[StageBlock]) -> tuple[float, float, float]:
     return forward, to_input, to_weight
 
 
+def stage_hops(layout: Layout, costs: LayoutCosts) -> list[float]:
+    """Return the seconds of a transfer across each boundary of global stages, 0 inside a rank.
+
+    Ranks fill one domain after another; only the hops between domains take the network.
+    """
+    shape = PipelineShape(
+        schedule=layout.schedule,
+        pipeline_parallel=layout.pipeline_parallel,
+        stages_per_rank=layout.stages_per_rank,
+        num_micro_batches=layout.num_micro_batches,
+    )
+    hops = costs.hops
+    domain, far, near = int(hops.domain_ranks[0]), float(hops.far[0]), float(hops.near[0])
+    return [
+        0.0 if rank == other else near if rank // domain == other // domain else far
+        for rank, other in pairwise(shape.rank_of_stage)
+    ]
+
+
 def run_pipeline(
-    job: TrainingJob, layout: Layout, stages: list[list[StageBlock]], hop: float
+    job: TrainingJob, layout: Layout, stages: list[list[StageBlock]], hops: list[float]
 ) -> Pipeline:
-    """Simulate the schedule with each stage's own seconds.
+    """Simulate the schedule with each stage's own seconds and each boundary's own transfer.
 
     Raises:
         ValueError: The schedule does not admit the layout's shape.
@@ -129,7 +149,7 @@ def run_pipeline(
     result = simulate(
         table,
         StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight),
-        hop,
+        hops,
         p2p_overlaps=not sends_hold_rank(job, layout.schedule),
     )
     return Pipeline(

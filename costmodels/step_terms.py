@@ -84,7 +84,7 @@ def _zero3_term(blocks: list[StageBlock], num_micro_batches: int) -> Term:
 
 
 def pipeline_terms(
-    pipeline: Pipeline, blocks: list[StageBlock], layout: Layout, rank: int, hop: float
+    pipeline: Pipeline, blocks: list[StageBlock], layout: Layout, rank: int, hops: list[float]
 ) -> list[Term]:
     """Return what the pipeline adds to a rank's work: transfers that hold it, and waiting.
 
@@ -93,13 +93,12 @@ def pipeline_terms(
         blocks: All blocks of the rank.
         layout: For micro-batches and stages.
         rank: The rank.
-        hop: Seconds of one transfer.
+        hops: Seconds of a transfer across each boundary of stages.
 
     """
     m = layout.num_micro_batches
     computing = m * sum(stage_seconds(blocks))
-    boundaries = layout.num_stages - 1
-    transfers = 2 * m * hop * boundaries / layout.pipeline_parallel
+    transfers = 2 * m * sum(hops) / layout.pipeline_parallel
     # Differences of large sums: what rounding leaves is no time.
     held = pipeline.busy[rank] - computing
     held = held if held > 1e-9 * computing else 0.0

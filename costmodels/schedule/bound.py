@@ -3,12 +3,13 @@
 The search orders layouts by what no partition can beat, so nothing here may use the seconds of a
 particular stage: only sums over all stages, which every partition shares, and limits that hold for
 each. T = F + I + W are seconds of one micro-batch over all stages, w_r rank r's share of T, phi the
-largest F / (F + I + W) of any rank, c the seconds of one transfer, p ranks, m micro-batches.
+largest F / (F + I + W) of any rank, c the seconds of all transfers through the ranks, p ranks, m
+micro-batches.
 
-    every schedule   m max_r w_r, and one micro-batch's way: F + I + 2 (p - 1) c
-    gpipe            T + (m - 1) max_r w_r + 2 (p - 1) c
+    every schedule   m max_r w_r, and one micro-batch's way: F + I + 2 c
+    gpipe            T + (m - 1) max_r w_r + 2 c
                      both phases are flow shops of equal jobs
-    1f1b             T + (m - 1 - (k_r - 1) phi) w_r + 2 (p - 1) c for each r, k_r = min(m, p - r)
+    1f1b             T + (m - 1 - (k_r - 1) phi) w_r + 2 c for each r, k_r = min(m, p - r)
                      rank r starts its first backward a whole round trip after its first forward,
                      has run k_r forwards by then, and all its other work is still to come; stages
                      before it run one forward before and one backward after all that
@@ -48,7 +49,8 @@ class PipelineSums:
         forward_share: At least F / (F + I + W) of every rank; 1 where nothing is known.
         smallest_forward: At most the forward of every stage.
         smallest_backward: At most the I + W of every stage.
-        transfer: At most the transfer across every boundary between ranks.
+        way: At most the transfers between ranks on the way from the first to the last.
+        way_ahead: At most those on the way from the first to a rank, mean over the ranks.
 
     """
 
@@ -59,7 +61,8 @@ class PipelineSums:
     forward_share: Floats
     smallest_forward: Floats
     smallest_backward: Floats
-    transfer: Floats
+    way: Floats
+    way_ahead: Floats
 
 
 def makespan_lower_bound(
@@ -83,9 +86,9 @@ def makespan_lower_bound(
     total = sums.forward + sums.backward_input + sums.backward_weight
     mean = total / p
     slowest = np.maximum(sums.slowest_rank, mean)
-    round_trip = 2 * (p - 1) * sums.transfer
-    before = (p - 1) / 2 * (sums.smallest_forward + sums.transfer)
-    after = (p - 1) / 2 * (sums.smallest_backward + sums.transfer)
+    round_trip = 2 * sums.way
+    before = (p - 1) / 2 * sums.smallest_forward + sums.way_ahead
+    after = (p - 1) / 2 * sums.smallest_backward + sums.way_ahead
 
     def levelled(first: Floats, ahead: Floats) -> Floats:
         """Seconds that c_r w_r reaches on some rank; c_r = first - phi min(p - 1 - r, ahead)."""

@@ -19,7 +19,7 @@ from costmodels.schedule import (
     simulate_schedule,
     timeline,
 )
-from costmodels.stages import stage_seconds, stages_of
+from costmodels.stages import stage_hops, stage_seconds, stages_of
 from planner.plan import Plan
 from planner.plots.breakdown import format_seconds
 from planner.plots.style import BESIDE, Look, headline, is_dark, new_figure, quiet_rows, styled
@@ -74,15 +74,15 @@ def pipeline_of(plan: Plan) -> PipelineView:
     forward, to_input, to_weight = zip(*seconds, strict=True)
     durations = StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight)
     sizes = (layout.schedule, layout.pipeline_parallel, layout.stages_per_rank)
-    hop = float(costs.hop[0])
+    hops = stage_hops(layout, costs)
     overlaps = not sends_hold_rank(plan.job, layout.schedule)
     whole = simulate_schedule(
-        *sizes, layout.num_micro_batches, durations, hop, p2p_overlaps=overlaps
+        *sizes, layout.num_micro_batches, durations, hops, p2p_overlaps=overlaps
     )
     drawn = _micro_batches_drawn(layout)
     return PipelineView(
         layout=layout,
-        intervals=timeline(build_schedule(*sizes, drawn), durations, hop, p2p_overlaps=overlaps),
+        intervals=timeline(build_schedule(*sizes, drawn), durations, hops, p2p_overlaps=overlaps),
         drawn=drawn,
         makespan=whole.makespan,
         bubble_fraction=whole.bubble_fraction,

@@ -46,13 +46,12 @@ def domain_group(table: LayoutTable, cluster: Cluster) -> IntColumn:
 def _inner_sizes(
     table: LayoutTable, cluster: Cluster, code: IntColumn
 ) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """Return how much of cp, dp and a pipeline hop lies inside a domain, under an order."""
+    """Return how many ranks of cp, dp and pp share a domain, under an order."""
     domain = min(cluster.scale_up_size, cluster.num_gpus)
     strides = axis_strides(replace(table, rank_order=code))
     context = span(domain, table.context_parallel, strides["cp"]).inner
     data = span(domain, table.data_parallel, strides["dp"]).inner
-    crosses = table.pipeline_parallel * strides["pp"] > domain
-    return context, data, np.where(table.pipeline_parallel > 1, crosses, 0).astype(np.int64)
+    return context, data, span(domain, table.pipeline_parallel, strides["pp"]).inner
 
 
 def _first(axes: Axes, name: str) -> int:

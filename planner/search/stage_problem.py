@@ -2,10 +2,10 @@
 
 With one stage per rank, w_r the seconds that rank r spends on a micro-batch (F forward), T their
 sum over ranks, m micro-batches, p ranks, k_r = min(m, p - r) forwards before the first backward
-and c a transfer, no split runs faster than the largest over r of
+and c all transfers between ranks one way, no split runs faster than the largest over r of
 
-    gpipe         T + (m - 1) w_r + 2 (p - 1) c
-    1f1b          T + (m - 1) w_r - (k_r - 1) F_r + 2 (p - 1) c
+    gpipe         T + (m - 1) w_r + 2 c
+    1f1b          T + (m - 1) w_r - (k_r - 1) F_r + 2 c
     zero-bubble   F_0 + ... + F_(p-1) + m w_r - k_r F_r
 
 (derivations: `costmodels/schedule/bound.py`). All are linear in the layers of a stage, which makes
@@ -198,7 +198,7 @@ class _Scores:
         others = self.layout.pipeline_parallel - 1
         redone = others * self._least_redo() if self.layout.recompute is Recompute.FULL else 0.0
         passes = sum(block.forward + block.backward for block in blocks)
-        return passes + redone + 2 * others * self.seconds.hop
+        return passes + redone + 2 * self.seconds.way
 
     def _least_redo(self) -> float:
         return min(block.recompute for _, block in self.seconds.layers)

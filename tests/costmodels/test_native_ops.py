@@ -116,7 +116,7 @@ def test_a_pipeline_hands_on_four_bytes_an_element_in_fp32():
     layout = Layout(
         pipeline_parallel=2, micro_batch_size=2, num_micro_batches=2, layers_per_stage=(2, 2)
     )
-    hops = [stage_costs(MODEL, each, make_cluster(profile, 2), layout).hop for each in (FP32, BF16)]
+    hops = [stage_costs(MODEL, each, make_cluster(profile, 2), layout).way for each in (FP32, BF16)]
     bandwidth = profile.intra_node.bandwidth * profile.calibration["intra_node_efficiency"]
     assert hops[0] - hops[1] == pytest.approx(2 * STREAM / bandwidth)
 

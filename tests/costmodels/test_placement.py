@@ -61,11 +61,12 @@ def test_zero_groups_of_a_node_leave_copies_across_nodes():
     assert tiers("replica", cluster, **degrees) == (1, 8)
 
 
-def test_pipeline_neighbours_of_one_node_stay_in_it():
+def test_a_pipeline_fills_one_node_after_another():
     near = make_cluster(H100, 8)
-    assert tiers("hop", near, pipeline_parallel=8) == (2, 1)
+    assert tiers("pipeline", near, pipeline_parallel=8) == (8, 1)
     far = make_cluster(H100, 16)
-    assert tiers("hop", far, pipeline_parallel=2, data_parallel=8) == (1, 2)
+    assert tiers("pipeline", far, pipeline_parallel=16) == (8, 2)
+    assert tiers("pipeline", far, pipeline_parallel=2, data_parallel=8) == (1, 2)
 
 
 def _walked(cluster, degrees, order, axis):

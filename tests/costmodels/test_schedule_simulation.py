@@ -268,7 +268,10 @@ def sums_of(shape, durations, transfers, *, slowest):
         smallest_backward=np.array(
             min(map(sum, zip(durations.backward_input, durations.backward_weight, strict=True)))
         ),
-        transfer=np.array(min(transfers, default=0.0)),
+        way=np.array(sum(transfers[: shape.pipeline_parallel - 1])),
+        way_ahead=np.array(
+            np.mean([sum(transfers[:rank]) for rank in range(shape.pipeline_parallel)])
+        ),
     )
 
 
