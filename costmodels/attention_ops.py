@@ -231,11 +231,13 @@ def _core(
     if kernel.startswith("flash"):
         # Each query meets its visible keys once per product; a rank holds 1 / cp of the queries.
         pairs = sequences * int(job.seq_len * visible_keys(job.seq_len, kind.window))
+        # Torch's flash kernels take one width: our runtime pads narrower values for them.
+        work = 2 * max(widths) if job.target is Target.NATIVE else sum(widths)
         return (
             Attention(
                 name="attention_core",
                 module="core_attn",
-                flops=2 * pairs * sum(widths) // shard.context_parallel,
+                flops=2 * pairs * work // shard.context_parallel,
                 length=_kernel_length(job.seq_len, shard),
                 head_width=min(widths),
             ),

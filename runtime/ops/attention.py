@@ -2,11 +2,12 @@
 
     form                           keeps for backward
     torch's fused kernel           q, k, v, output, one statistic per row
+    fused_attention                the same, also where values are narrower than keys
     recomputed_attention           q, k, v
     unfused_attention              q, k, v and the probabilities [b, heads, s, s]
     recomputed_unfused_attention   q, k, v
 
-Shapes: q [b, A, s, d]; k, v [b, G, s, d] with G dividing A.
+Shapes: q [b, A, s, d]; k [b, G, s, d]; v [b, G, s, e] with G dividing A and e <= d.
 """
 
 import math
@@ -16,9 +17,13 @@ import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from runtime.ops.narrow_attention import narrow_attention
+
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Attend causally by torch's fused kernel."""
+    """Attend causally by torch's fused kernel, which takes values as wide as keys."""
+    if v.shape[-1] < q.shape[-1]:
+        return narrow_attention(q, k, v, scale)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
 
@@ -58,4 +63,4 @@ def _recomputed(function: object, *arguments: object) -> Tensor:
     return result
 
 
-FORMS = (unfused_attention, recomputed_attention, recomputed_unfused_attention)
+FORMS = (fused_attention, unfused_attention, recomputed_attention, recomputed_unfused_attention)

@@ -80,7 +80,7 @@ def attend(
     """Add what the queries of each part find among its keys."""
     for part in parts:
         keys, values = k[:, :, part.columns], v[:, :, part.columns]
-        found = _forward(q[:, :, part.rows], keys, values, part.is_causal, scale)
+        found = part_forward(q[:, :, part.rows], keys, values, part.is_causal, scale)
         merged.add(part.rows, *found)
 
 
@@ -109,7 +109,7 @@ def differentiate(
         rows, columns = part.rows, part.columns
         q, out, lse = (x[:, :, rows] for x in whole)
         inputs = (gradient[:, :, rows], q, k[:, :, columns], v[:, :, columns], out, lse)
-        found = _backward(*inputs, part.is_causal, scale)
+        found = part_backward(*inputs, part.is_causal, scale)
         of_q[:, :, rows] += found[0]
         of_k[:, :, columns] += found[1]
         of_v[:, :, columns] += found[2]
@@ -118,14 +118,14 @@ def differentiate(
 # Kernels.
 
 
-def _forward(
+def part_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of each query."""
+    """Return the output of each query, as wide as the values, and its log-sum-exp."""
     width = v.shape[-1]
     wide = _as_wide_as(v, q)
     if not q.is_cuda:
@@ -137,7 +137,7 @@ def _forward(
     return out[..., :width], lse
 
 
-def _backward(
+def part_backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,

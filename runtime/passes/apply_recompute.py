@@ -4,8 +4,9 @@
     selective     attention keeps queries, keys and values; scores and output are made again
     none          autograd keeps what it needs
 
-With fused attention `selective` saves only the kernel's output and its row statistics. Attention
-over a split sequence has its own forms, which bring keys and values once more.
+Torch's own fused kernel stays where values are as wide as keys. With fused attention `selective`
+saves only the kernel's output and its row statistics. Attention over a split sequence has its own
+forms, which bring keys and values once more.
 """
 
 from collections.abc import Callable
@@ -28,10 +29,9 @@ def apply_recompute(graph: GraphModule, context: LoweringContext) -> GraphModule
     chosen = recomputed_units(context.layout)
     for node in _unit_calls(graph):
         node.meta["recompute"] = node.target in chosen
-    function = _attention_function(context)
     for node in all_nodes(graph):
-        if node.target is _ATTENTION and function is not None:
-            node.target = function
+        if node.target is _ATTENTION and not _is_torchs_own(node, context):
+            node.target = _attention_function(context)
             node.args = node.args[:3]
             node.kwargs = {"scale": node.kwargs["scale"]} if "scale" in node.kwargs else {}
         elif node.target in RECOMPUTED and context.layout.recompute is Recompute.SELECTIVE:
@@ -43,15 +43,15 @@ def recomputed_layers_match_the_layout(graph: GraphModule, context: LoweringCont
     """As many layers of each stage are recomputed as the plan says, and attention is its form."""
     marked = {node.target for node in _unit_calls(graph) if node.meta["recompute"]}
     assert marked == recomputed_units(context.layout)
-    function = _attention_function(context)
-    kernels = {
-        node.target for node in all_nodes(graph) if node.target in (_ATTENTION, *attention.FORMS)
-    }
-    assert kernels <= {function or _ATTENTION}, f"attention runs as {kernels}"
+    for node in all_nodes(graph):
+        if node.target in (_ATTENTION, *attention.FORMS):
+            own = _is_torchs_own(node, context)
+            wanted = _ATTENTION if own else _attention_function(context)
+            assert node.target is wanted, f"{node} attends by {node.target}"
     split = {n.target for n in all_nodes(graph)} & {*RECOMPUTED, *RECOMPUTED.values()}
     selective = context.layout.recompute is Recompute.SELECTIVE
-    wanted = set(RECOMPUTED.values() if selective else RECOMPUTED)
-    assert split <= wanted, f"attention over a split sequence runs as {split}"
+    allowed = set(RECOMPUTED.values() if selective else RECOMPUTED)
+    assert split <= allowed, f"attention over a split sequence runs as {split}"
 
 
 def recomputed_units(layout: Layout) -> set[str]:
@@ -66,12 +66,20 @@ def recomputed_units(layout: Layout) -> set[str]:
     return chosen
 
 
-def _attention_function(context: LoweringContext) -> Callable[..., Tensor] | None:
-    """Return what stands for attention in the graph; None keeps torch's own."""
+def _attention_function(context: LoweringContext) -> Callable[..., Tensor]:
+    """Return what stands for attention in the graph, where that is not torch's own."""
     selective = context.layout.recompute is Recompute.SELECTIVE
     if context.flash_attention:
-        return attention.recomputed_attention if selective else None
+        return attention.recomputed_attention if selective else attention.fused_attention
     return attention.recomputed_unfused_attention if selective else attention.unfused_attention
+
+
+def _is_torchs_own(node: Node, context: LoweringContext) -> bool:
+    """Whether torch's function runs as one fused kernel, which is what the plan asks for."""
+    query, _, value, *_ = node.all_input_nodes
+    is_even = query.meta["val"].shape[-1] == value.meta["val"].shape[-1]
+    selective = context.layout.recompute is Recompute.SELECTIVE
+    return context.flash_attention and not selective and is_even
 
 
 def _unit_calls(graph: GraphModule) -> list[Node]:

@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from runtime.ops import attention, norm
 
-FUNCTIONS = (attention.fused_attention, *attention.FORMS)
+FUNCTIONS = attention.FORMS
 
 
 def operands(dtype=torch.float64, length=5):
@@ -25,6 +25,23 @@ def test_every_form_is_causal_attention_with_its_gradients(function):
     upstream = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, (q, k, v), upstream)
     out = function(q, k, v)
+    assert torch.allclose(out, expected, atol=1e-12)
+    for got, want in zip(torch.autograd.grad(out, (q, k, v), upstream), wanted, strict=True):
+        assert torch.allclose(got, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_values_may_be_narrower_than_keys(function):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 3))
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    scores = (0.9 * q @ k.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+    expected = scores.softmax(-1) @ v
+    upstream = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (q, k, v), upstream)
+    out = function(q, k, v, scale=0.9)
     assert torch.allclose(out, expected, atol=1e-12)
     for got, want in zip(torch.autograd.grad(out, (q, k, v), upstream), wanted, strict=True):
         assert torch.allclose(got, want, atol=1e-12)
@@ -62,6 +79,23 @@ def test_only_scores_in_memory_grow_with_the_square_of_the_length():
         assert kept_bytes(function, 64) == 0
     fused = kept_bytes(attention.fused_attention, 64)
     assert fused == 2 * 4 * 64 * (8 + 1) * 4  # output, one statistic per row
+
+
+def test_narrow_values_keep_nothing_as_wide_as_keys():
+    q, k, both = operands(torch.float32, 64)
+    k = k.repeat_interleave(2, 1)
+    # As in latent attention: values are a part of what a wider product made.
+    v = both.repeat_interleave(2, 1)[..., 5:]
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = attention.fused_attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()  # the output matrix reads it as it lies
+    assert sum(kept.values()) == 2 * 4 * 64 * (8 + 8 + 3 + 3 + 1) * 4  # q, k, v, output, lse
 
 
 def test_the_norm_equals_torchs_with_its_gradients():
