@@ -67,6 +67,7 @@ class BlockStates:
 
     Attributes:
         local_weights: Weights that the rank computes with.
+        cut_weights: Those of them that ZeRO may cut: experts that one rank alone holds stay whole.
         late_gradients: Bytes of cut gradients that come into being with the step's last backward
             pass, beside `gradients`.
         gathered: Bytes of those weights when ZeRO-3 has gathered them; 0 where they always are.
@@ -77,6 +78,7 @@ class BlockStates:
     gradients: Column
     optimizer: Column
     local_weights: Column
+    cut_weights: Column
     late_gradients: Column
     gathered: Column
     host: Column
@@ -221,28 +223,31 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     behaviour = BEHAVIOURS[job.target]
     per_weight = bytes_per_weight(job)
     shards_weights = table.zero_stage == ZERO_3
-    whole = states.local_weights * per_weight.working
+    moves = table.offload_parameters.astype(bool)  # by the unit, whoever else holds them
+    whole = np.where(moves, states.local_weights, states.cut_weights) * per_weight.working
     stays = shards_weights & (table.pipeline_parallel > 1) & behaviour.keeps_gathered_in_pipeline
     parameters = states.parameters + np.where(stays, whole, 0)
-    whole_gradients = states.local_weights * per_weight.gradient * (job.lora_rank is None)
+    trains_all = job.lora_rank is None
+    whole_gradients = states.local_weights * per_weight.gradient * trains_all
     gradients = np.where(stays, whole_gradients, states.gradients)
     is_late = (table.zero_stage >= ZERO_2) & (table.num_micro_batches == 1)
     is_late &= behaviour.cuts_gradients_late & (table.pipeline_parallel == 1)
-    late = np.where(is_late, gradients, 0)
+    uncut = (states.local_weights - states.cut_weights) * per_weight.gradient * trains_all
+    late = np.where(is_late, gradients - uncut, 0)
     if behaviour.cuts_gradients_late and per_weight.optimizer:
-        shard = states.optimizer / per_weight.optimizer * per_weight.gradient
+        shard = states.optimizer / per_weight.optimizer * per_weight.gradient - uncut
         late = np.where((table.zero_stage == 1) & (table.zero_group > 1), shard, late)
-    moves = table.offload_parameters.astype(bool)
     moves_optimizer = moves | table.offload_optimizer.astype(bool)
     host = np.where(moves, parameters, 0) + np.where(moves_optimizer, states.optimizer, 0)
     shard_weights = states.optimizer / max(per_weight.optimizer, 1)
     host = host + np.where(moves_optimizer, shard_weights * HOST_GRADIENT_BYTES, 0)
     return BlockStates(
         parameters=np.where(moves, 0, parameters),
-        gradients=np.where(is_late, 0, gradients),
+        gradients=np.where(is_late, uncut, gradients),
         late_gradients=late,
         optimizer=np.where(moves_optimizer, 0, states.optimizer),
         local_weights=states.local_weights,
+        cut_weights=states.cut_weights,
         gathered=np.where(shards_weights & ~stays, whole, 0),
         host=host * PINNED_HOST_FACTOR,
     )

@@ -127,7 +127,7 @@ def _whole_gradients(job: TrainingJob, table: LayoutTable, block: BlockStates) -
     per_weight = bytes_per_weight(job)
     is_cut = (table.zero_stage >= ZERO_2) & (job.lora_rank is None)
     waiting = 0 if BEHAVIOURS[job.target].collects_gradients else per_weight.working
-    return np.where(is_cut, block.local_weights * (waiting + per_weight.gradient), 0.0)
+    return np.where(is_cut, block.cut_weights * (waiting + per_weight.gradient), 0.0)
 
 
 def _product(job: TrainingJob, weights: Column) -> Column:

@@ -74,6 +74,12 @@ def optimizer() -> Expr:
     return _cut(1, optimizer_bytes, optimizer_bytes)
 
 
+def cut_weights() -> Expr:
+    """Return the weights of a rank that more than one rank shares the states of."""
+    dense = Select(AtLeast(zero_group, 2), dense_weights(), 0)
+    return dense + Select(AtLeast(_expert_group(), 2), local_expert_weights(), 0)
+
+
 def formulas() -> tuple[Formula, ...]:
     """Return the formulas of this module."""
     return (
@@ -85,6 +91,7 @@ def formulas() -> tuple[Formula, ...]:
                 ("gradients", gradients()),
                 ("optimizer", optimizer()),
                 ("local_weights", dense_weights() + local_expert_weights()),
+                ("cut_weights", cut_weights()),
             ),
         ),
     )

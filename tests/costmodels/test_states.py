@@ -142,6 +142,21 @@ def test_experts_are_cut_over_their_own_group_of_ranks():
     assert float(states.optimizer[0]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_zero_neither_cuts_nor_gathers_experts_that_one_rank_alone_holds(zero_stage):
+    layout = {"data_parallel": 8, "zero_stage": zero_stage, "zero_group": 8}
+    whole = layer_states(MIXTRAL, job(), ROUTED, one(expert_parallel=8, **layout))
+    weights = layer_parameters(MIXTRAL, ROUTED)
+    experts, dense = weights.expert_parameters / 8, weights.total - weights.expert_parameters
+    assert float(whole.cut_weights[0]) == dense
+    assert float(whole.gathered[0]) == (2 * dense if zero_stage == 3 else 0)
+    # The only micro-batch of a step meets whole gradients of these experts, and no others.
+    assert float(whole.gradients[0]) == 4 * experts
+    assert float(whole.late_gradients[0]) == 4 * dense / 8
+    pairs = layer_states(MIXTRAL, job(), ROUTED, one(expert_parallel=4, **layout))
+    assert float(pairs.cut_weights[0]) == dense + 2 * experts
+
+
 def test_without_expert_parallelism_every_expert_is_on_every_rank():
     table = one(data_parallel=8)
     states = layer_states(MIXTRAL, job(), ROUTED, table)

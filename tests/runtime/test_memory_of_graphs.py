@@ -15,6 +15,7 @@ from runtime.lower import lower_graph
 
 LLAMA = replace(read_model("llama-3.1-8b"), num_layers=4)
 SMALL = replace(read_model("llama-3.2-1b"), num_layers=4)  # tied embeddings
+LATENT = replace(read_model("deepseek-v2-lite"), num_layers=2)  # the second with experts
 
 ONE_STAGE = {"layers_per_stage": (4,)}
 SHARDED = {**ONE_STAGE, "data_parallel": 4, "zero_group": 4}
@@ -32,6 +33,19 @@ CASES = {
     "gradients cut": (LLAMA, {**SHARDED, "zero_stage": 2, "num_micro_batches": 2}, {}),
     "weights cut": (LLAMA, {**SHARDED, "zero_stage": 3, "recompute": Recompute.FULL}, {}),
     "tied weights cut": (SMALL, {**SHARDED, "zero_stage": 3}, {}),
+    # Each expert lies on one rank alone: ZeRO-3 cuts and gathers everything but experts.
+    "latent attention, experts whole": (
+        LATENT,
+        {
+            "data_parallel": 8,
+            "expert_parallel": 8,
+            "zero_stage": 3,
+            "zero_group": 8,
+            "recompute": Recompute.FULL,
+            "layers_per_stage": (2,),
+        },
+        {},
+    ),
     "1f1b": (
         SMALL,
         {"pipeline_parallel": 2, "num_micro_batches": 4, "layers_per_stage": (1, 3)},
