@@ -188,7 +188,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     ),
     # Accelerate on FSDP: torch's own sharding; its mixed precision gathers and reduces in 16 bits
     # (FullyShardedDataParallelPlugin.set_mixed_precision), shards of gradients are fp32; selective
-    # checkpointing wraps a share of the blocks (as fms-fsdp does), half of them here.
+    # checkpointing wraps a share of the blocks (as fms-fsdp does), half of them here. Fused losses
+    # (flash-attn's kernel, llm-foundry's default) read 16-bit logits and write their gradient.
     Target.ACCELERATE: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
@@ -197,6 +198,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         keeps_ends_gathered=True,
         saves_gathered_input=True,
         logit_peak_bytes=18.0,
+        fused_logit_peak_bytes=4.0,
         gathers_logits=True,
         bucket_bytes=25 * MIB,
         selective_modules=("every-2nd-layer",),
