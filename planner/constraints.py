@@ -4,9 +4,13 @@ Values are what the command line's comma lists and ranges come to. They narrow t
 never make an illegal layout legal.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from costmodels.job import Target
 from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
+from costmodels.model import ModelSpec
+from planner.rules.expressible import ALL_OR_NONE
+from planner.rules.own_splits import own_splits
 
 Choices = tuple[int, ...] | None
 
@@ -17,12 +21,15 @@ class Constraints:
 
     Attributes:
         offload: Each entry is one combination of parts, () for none.
-        recompute_layers: Layers per stage under full recomputation; None leaves the choice open.
+        recompute_layers: Layers per stage under full recomputation, 0 for all; None leaves the
+            choice open.
         layers_per_stage: A split that the user states.
+        splits: The only splits that are possible, one per number of stages.
         max_memory_fraction: Share of the usable memory that reserved bytes may take; None is the
             border between fits and at_risk.
         allow_at_risk: Layouts above that border count as long as they are within the card.
-        runnable: Only layouts that the native runtime executes today.
+        runnable: Only layouts that the native runtime executes today, or that the configuration
+            of another target can say.
         min_tokens_per_expert: Tokens that an expert must see per micro-batch on average.
 
     """
@@ -45,6 +52,7 @@ class Constraints:
     rank_order: tuple[tuple[str, ...], ...] | None = None
     recompute_layers: int | None = None
     layers_per_stage: tuple[int, ...] | None = None
+    splits: tuple[tuple[int, ...], ...] | None = None
     max_memory_fraction: float | None = None
     allow_at_risk: bool = False
     runnable: bool = False
@@ -58,3 +66,20 @@ class Constraints:
 
 
 FREE = Constraints()
+
+
+def applicable(constraints: Constraints, target: Target, model: ModelSpec) -> Constraints:
+    """Return the constraints, narrowed to plans that can be written for a target.
+
+    Args:
+        constraints: What the user fixed; where that cannot be written nothing is legal.
+        target: The framework.
+        model: The network.
+
+    """
+    layers, splits = constraints.recompute_layers, None
+    if target in ALL_OR_NONE and layers is None:
+        layers = 0
+    if constraints.layers_per_stage is None:
+        splits = own_splits(target, model)
+    return replace(constraints, runnable=True, recompute_layers=layers, splits=splits)

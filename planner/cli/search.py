@@ -3,7 +3,6 @@
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ def run(arguments: Namespace) -> int:
     started = time.perf_counter()
     model = read_model_flag(arguments)
     profile = read_hardware_flags(arguments)
-    constraints = _constraints(arguments)
+    constraints = _constraints(arguments, model)
     answer = _answer(arguments, model, profile, constraints)
     if arguments.output and answer.plans:
         write_plan(best_plan(answer), arguments.output)
@@ -58,12 +57,12 @@ def run(arguments: Namespace) -> int:
     return 0 if answer.plans else NO_ANSWER
 
 
-def _constraints(arguments: Namespace) -> "Constraints":
-    """Read the constraints; for our own runtime, only what it runs is offered."""
+def _constraints(arguments: Namespace, model: "ModelSpec") -> "Constraints":
+    """Read the constraints; only what `apply` can write is offered."""
     from costmodels.job import Target
+    from planner.constraints import applicable
 
-    constraints = read_constraints(arguments)
-    return replace(constraints, runnable=Target(arguments.target) is Target.NATIVE)
+    return applicable(read_constraints(arguments), Target(arguments.target), model)
 
 
 def _answer(

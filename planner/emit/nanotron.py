@@ -16,6 +16,7 @@ from costmodels.model import ModelSpec
 from planner.emit.emission import CannotExpress, Emission, EmittedFile, Variable
 from planner.emit.launch import Options, command_of, launch_files, torchrun
 from planner.emit.text import Value, comment, identifier, yaml_text
+from planner.rules.own_splits import nanotron_split
 
 CONFIG = "nanotron.yaml"
 CLASSES = {"llama": "is_llama_config", "mistral": "is_llama_config", "qwen2": "is_qwen2_config"}
@@ -122,24 +123,6 @@ def _refuse(job: TrainingJob, layout: Layout) -> None:
     for is_there, what, remedy in refused:
         if is_there:
             raise _cannot(what, remedy)
-
-
-def nanotron_split(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage as nanotron's `build_model` assigns them.
-
-    Blocks go to a stage until their summed cost passes its share of the whole; a layer costs
-    4 * A * D * H + 3 * F * H, the head V * H, the other blocks nothing.
-    """
-    hidden = model.hidden_size
-    layer = hidden * (4 * model.num_attention_heads * model.head_dim + 3 * model.ffn_hidden_size)
-    total = model.num_layers * layer + model.vocab_size * hidden
-    split = [0] * num_stages
-    stage = 0
-    for placed in range(1, model.num_layers + 1):
-        split[stage] += 1
-        if placed * layer > total * ((stage + 1) / num_stages):
-            stage += 1
-    return tuple(split)
 
 
 def _check_split(model: ModelSpec, layout: Layout) -> None:

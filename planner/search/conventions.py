@@ -15,11 +15,13 @@ from dataclasses import replace
 import numpy as np
 
 from costmodels.hardware import Cluster
+from costmodels.job import Target
 from costmodels.layout import AXES, Schedule
+from costmodels.layout_costs import FULL_CODE
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
 from costmodels.placement import axis_strides, span
 from planner.constraints import Constraints
-from planner.rules.native import RUNTIME_SUPPORTS
+from planner.rules.expressible import ALL_OR_NONE, expressible_rules
 from planner.rules.rule import Case, Mask, Rule
 from planner.search.axes import Axes
 
@@ -31,9 +33,9 @@ def _rule(name: str, reads: tuple[str, ...], holds: Callable[[Case], Mask]) -> R
     return Rule(name=name, reads=reads, holds=holds, says=name, given=(), blames=())
 
 
-def conventions_of(axes: Axes, constraints: Constraints) -> tuple[Rule, ...]:
-    """Return every rule of the search that is not a target's."""
-    return (*_one_name_each(axes), *_on_free_axes(axes), *_constraint_rules(constraints))
+def conventions_of(axes: Axes, constraints: Constraints, target: Target) -> tuple[Rule, ...]:
+    """Return every rule of the search that is not in the target's table."""
+    return (*_one_name_each(axes), *_on_free_axes(axes), *_constraint_rules(constraints, target))
 
 
 def domain_group(table: LayoutTable, cluster: Cluster) -> IntColumn:
@@ -176,7 +178,7 @@ def _on_free_axes(axes: Axes) -> tuple[Rule, ...]:
     return tuple(rule for name, rule in rules.items() if axes.named(name).free)
 
 
-def _constraint_rules(constraints: Constraints) -> tuple[Rule, ...]:
+def _constraint_rules(constraints: Constraints, target: Target) -> tuple[Rule, ...]:
     rules = []
     data = constraints.data_parallel
     if data is not None:
@@ -205,8 +207,25 @@ def _constraint_rules(constraints: Constraints) -> tuple[Rule, ...]:
                 lambda case: _tokens_per_expert(case) >= tokens,
             )
         )
+    if constraints.splits is not None:
+        known = [len(split) for split in constraints.splits]
+        rules.append(
+            _rule(
+                "target_splits_layers_itself",
+                ("pipeline_parallel", "stages_per_rank"),
+                lambda case: np.isin(case.num_stages, known),
+            )
+        )
     if constraints.runnable:
-        rules.append(RUNTIME_SUPPORTS)
+        rules += expressible_rules(target)
+        if constraints.recompute_layers and target in ALL_OR_NONE:
+            rules.append(
+                _rule(
+                    "target_recomputes_all_layers_or_none",
+                    ("recompute",),
+                    lambda case: case.table.recompute != FULL_CODE,
+                )
+            )
     return tuple(rules)
 
 

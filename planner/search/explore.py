@@ -73,7 +73,9 @@ def explore(
     """
     limits = Limits(device=share * costs.capacity, host=costs.host_capacity)
     stated = StatedSplit(
-        layers_per_stage=constraints.layers_per_stage, recompute_layers=constraints.recompute_layers
+        layers_per_stage=constraints.layers_per_stage,
+        splits=constraints.splits or (),
+        recompute_layers=constraints.recompute_layers,
     )
     bounds = RowBounds(
         space=space,

@@ -80,7 +80,7 @@ def space_of(
 ) -> Space:
     """Return the space of a job on a cluster under constraints."""
     axes = axes_of(model, job, cluster, constraints)
-    rules = (*rules_of(job.target), *conventions_of(axes, constraints))
+    rules = (*rules_of(job.target), *conventions_of(axes, constraints, job.target))
     return Space(model=model, job=job, cluster=cluster, axes=axes, rules=rules)
 
 

@@ -43,9 +43,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedSplit:
-    """What a user fixed of the split; None leaves it open."""
+    """What a user or a target fixed of the split; None leaves it open.
+
+    Attributes:
+        layers_per_stage: The split.
+        splits: One split per number of stages, where the target makes its own.
+        recompute_layers: Layers that each stage recomputes, 0 for all.
+
+    """
 
     layers_per_stage: tuple[int, ...] | None = None
+    splits: tuple[tuple[int, ...], ...] = ()
     recompute_layers: int | None = None
 
 
@@ -88,7 +96,8 @@ def best_split(
         answers: Splits of the solver that are judged at most.
 
     """
-    split = stated.layers_per_stage
+    own = {len(split): split for split in stated.splits}
+    split = stated.layers_per_stage or own.get(layout.num_stages)
     if split is None and layout.num_stages > 1 and layout.stages_per_rank == 1:
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
         return _solved(costs, layout, limits, cutoff, stated, answers=answers)
@@ -184,7 +193,7 @@ def _solved(
     scored = costs.stage_problem(layout, limits.device)
     problem = scored.problem
     if stated.recompute_layers is not None and problem.most_recomputed:
-        layers = stated.recompute_layers
+        layers = stated.recompute_layers or problem.most_recomputed
         problem = replace(problem, least_recomputed=layers, most_recomputed=layers)
     best, seconds, bound = None, inf, inf
     known: list[tuple[int, ...]] = []

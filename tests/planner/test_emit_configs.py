@@ -15,9 +15,9 @@ from costmodels.job import Optimizer, Precision, Switches, Target
 from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
 from planner.emit import CannotExpress, emit
 from planner.emit.accelerate import LAYER_CLASSES
-from planner.emit.nanotron import nanotron_split
 from planner.emit.torchtitan import FLAVORS, modules_of_stages
 from planner.presets import presets, read_model
+from planner.rules.own_splits import nanotron_split
 
 
 def toml_of(plan: Planned) -> dict[str, Any]:

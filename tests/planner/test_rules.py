@@ -12,7 +12,7 @@ from costmodels.job import Precision, Target
 from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
 from costmodels.layout_table import LayoutTable, table_of
 from planner.rules import Case, legal_mask, rules_of, runtime_violations, violations
-from planner.rules.native import RUNTIME_SUPPORTS
+from planner.rules.expressible import expressible_rules
 
 
 def broken(spec, task, gpus, node=8, **changed):
@@ -330,7 +330,7 @@ class Watched:
 def test_rules_read_the_columns_that_they_declare_and_no_others(target):
     task = job(target=target, precision=Precision.FP8)
     table = table_of(grid_of_layouts(mixtral(), task))
-    for rule in (*rules_of(target), RUNTIME_SUPPORTS):
+    for rule in (*rules_of(target), *expressible_rules(target)):
         watched = Watched(table)
         rule.holds(Case(model=mixtral(), job=task, cluster=cluster(16), table=watched))
         assert watched.seen - {"rank_orders"} <= set(rule.reads), rule.name
