@@ -52,7 +52,7 @@ def test_preset_counts_equal_the_published_ones(row: dict[str, str]) -> None:
 
 def test_the_golden_table_covers_every_preset_with_a_published_count() -> None:
     counted = {row["name"] for row in PUBLISHED}
-    own = {"GPT-3-175B", "Llama-3.2-3B", "tiny", "20m", "60m"}
+    own = {"GPT-3-175B", "Llama-3.2-3B", "tiny", "tiny-moe", "20m", "60m"}
     assert {preset.name for preset in presets()} == counted | own
     assert len(counted) == 31
 
@@ -102,6 +102,13 @@ def test_tiny_is_under_a_million_weights_with_eight_layers() -> None:
     assert num_parameters(model) < 1_000_000
     assert model.num_layers == 8
     assert model.num_kv_heads < model.num_attention_heads
+
+
+def test_tiny_moe_is_tiny_with_experts_in_every_layer() -> None:
+    plain, routed = read_model("tiny"), read_model("tiny-moe")
+    assert num_active_parameters(routed) < num_parameters(plain) < num_parameters(routed)
+    assert all(kind.has_experts for kind in routed.layer_kinds)
+    assert (routed.hidden_size, routed.num_layers) == (plain.hidden_size, plain.num_layers)
 
 
 def llama_config(**changes: object) -> dict[str, object]:
