@@ -5,7 +5,9 @@
 
 torch's own `rms_norm` does so on CUDA; on the CPU it is a chain of operations that keeps several
 fp32 copies. As an operator of our own it is one node in a graph, keeps the same values everywhere
-and has a shape rule, so that a dry run sees what a GPU would hold.
+and has a shape rule, so that a dry run sees what a GPU would hold. Where nobody watches, the same
+functions run without the operator, whose dispatch through Python costs a small norm several times
+its arithmetic (0.27 ms forward and 0.38 ms backward, measured).
 
 Source: Zhang and Sennrich, arXiv:1910.07467, equation 4.
 """
@@ -19,8 +21,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 
-@custom_op("meshwright::rms_norm", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _normalised(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return the normalised tensor and r [..., 1] in fp32 or wider."""
     if x.is_cuda:
         fused = torch.ops.aten._fused_rms_norm  # noqa: SLF001 (what torch's rms_norm calls)
@@ -32,15 +33,7 @@ def _forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]
     return (wide * scale * weight).to(x.dtype), scale
 
 
-@_forward.register_fake
-def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    del weight, epsilon
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
-
-
-@custom_op("meshwright::rms_norm_backward", mutates_args=())
-def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of input and weight."""
     normed = x * scale
     weighted = gradient * weight
@@ -48,6 +41,17 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tup
     of_input = scale * (weighted - normed * rows)
     of_weight = (gradient * normed).flatten(0, -2).sum(0)
     return of_input.to(x.dtype), of_weight.to(weight.dtype)
+
+
+_forward = custom_op("meshwright::rms_norm", _normalised, mutates_args=())
+_backward = custom_op("meshwright::rms_norm_backward", _gradients, mutates_args=())
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    del weight, epsilon
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
 
 
 @_backward.register_fake
@@ -71,6 +75,23 @@ def _differentiate(
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        normed, scale = _normalised(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_gradients(gradient, *ctx.saved_tensors), None
+
+
+def _is_watched() -> bool:
+    """Whether a mode (a tracker, fake tensors, a tracer) wants to see operators."""
+    return bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001 (as torch's own modes ask)
+
+
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Tensor:
     """Return x / rms(x) * weight over the last dim; the arguments are those of torch's.
 
@@ -82,5 +103,10 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Ten
 
     """
     assert list(shape) == [x.shape[-1]], f"rms_norm over {shape} of {tuple(x.shape)}"
-    normed: Tensor = _forward(x, weight, epsilon)[0]
+    apply: Any = _RmsNorm.apply
+    normed: Tensor = (
+        _forward(x, weight, epsilon)[0]
+        if _is_watched() or type(x) is not Tensor
+        else apply(x, weight, epsilon)
+    )
     return normed

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.ops import attention, norm
 
@@ -108,6 +109,20 @@ def test_the_norm_equals_torchs_with_its_gradients():
     assert torch.allclose(out, expected, atol=1e-12)
     for got, want in zip(torch.autograd.grad(out, (x, weight), upstream), wanted, strict=True):
         assert torch.allclose(got, want, atol=1e-12)
+
+
+def test_the_norm_is_one_operator_where_a_mode_watches():
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    x, weight = torch.randn(4, 64), torch.randn(64)
+    with Watching():
+        watched = norm.rms_norm(x, [64], weight, 1e-5)
+    assert seen == ["meshwright.rms_norm.default"]
+    assert torch.equal(watched, norm.rms_norm(x, [64], weight, 1e-5))
 
 
 def test_the_norm_keeps_its_input_and_one_number_per_row():
