@@ -24,10 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Schedule
 from runtime.executor import Executor
+from runtime.first_values import materialise
 from runtime.lower import program_of
 from runtime.mesh import Mesh, World
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.program import BATCH_FIELDS, Batch, ParameterShard, materialise
+from runtime.program import BATCH_FIELDS, Batch, ParameterShard
 from runtime.trackers import Message, Tracker
 from runtime.zero import ShardedStates
 

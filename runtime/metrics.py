@@ -34,6 +34,8 @@ class Measurement:
         allocated_gib: Peak of the allocator on the fullest rank; None on CPUs.
         reserved_gib: Peak that the allocator took from the device (CPU: resident set of the
             process) on the fullest rank.
+        expert_imbalance: How far the fullest expert of any layer lies above its layer's mean; None
+            where routers are not evened out.
 
     """
 
@@ -46,6 +48,7 @@ class Measurement:
     mfu: float | None
     allocated_gib: float | None
     reserved_gib: float
+    expert_imbalance: float | None = None
 
     def line(self) -> str:
         """Return a line to read."""
@@ -54,8 +57,12 @@ class Measurement:
             f"step {self.step:>6}  loss {self.loss:.4f}  norm {self.gradient_norm:.3f}  "
             f"lr {self.learning_rate:.2e}  {self.step_seconds:.3f} s  "
             f"{self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU{mfu}  "
-            f"{self.reserved_gib:.2f} GiB"
+            f"{self.reserved_gib:.2f} GiB{self._experts()}"
         )
+
+    def _experts(self) -> str:
+        imbalance = self.expert_imbalance
+        return "" if imbalance is None else f"  fullest expert +{100 * imbalance:.0f} %"
 
 
 class Recorder:

@@ -27,6 +27,7 @@ class TrainingOptions:
             begins anew.
         init_from: Hugging Face folder of first weights; a checkpoint that is resumed comes before.
         timeout: Seconds after which a silent rank or a stuck collective ends the run.
+        bias_update_rate: What a step moves routers' corrections by; 0 leaves them.
         trace: Steps to write into trace.json, after the warm-up; 0 writes none.
         check: Only look for what is wrong with plan, flags and data, in one process.
         device_type: "cpu" or "cuda"; None is what the plan is for, where the machine has it.
@@ -50,6 +51,7 @@ class TrainingOptions:
     resume: str
     init_from: Path | None
     timeout: float
+    bias_update_rate: float
     trace: int
     check: bool
     device_type: str | None
@@ -110,6 +112,13 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         metavar="SECONDS",
         help="ends a run whose ranks do not answer (300)",
     )
+    add(
+        "--bias-update-rate",
+        type=_rate,
+        default=0.0,
+        metavar="RATE",
+        help="evens out experts by their routers' corrections (0: not; DeepSeek-V3: 0.001)",
+    )
     add("--trace", type=_count, default=0, metavar="N", help="steps to draw in trace.json (0)")
     add("--check", action="store_true", help="read plan, flags and data, then stop")
     add("--device", choices=("cpu", "cuda"), default=None, help="(the plan's, if there is one)")
@@ -137,6 +146,7 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         resume=given.resume,
         init_from=given.init_from,
         timeout=given.timeout,
+        bias_update_rate=given.bias_update_rate,
         trace=given.trace,
         check=given.check,
         device_type=given.device,

@@ -4,15 +4,12 @@ from costmodels.layout_costs import layout_costs
 from costmodels.layout_table import table_of
 from costmodels.overlap import sends_hold_rank
 from costmodels.schedule import Interval, StageDurations, build_schedule, timeline
-from costmodels.stages import stage_seconds, stages_of
+from costmodels.stages import stage_hops, stage_seconds, stages_of
 from planner.plan import Plan
 
 
 def predicted_actions(plan: Plan) -> dict[int, tuple[Interval, ...]]:
-    """Return the predicted actions of each pipeline rank, seconds counted from the first one.
-
-    Transfers between stages take no time here: what they add shows in the measured track.
-    """
+    """Return the predicted actions of each pipeline rank, seconds counted from the first one."""
     layout = plan.layout
     table = table_of([layout])
     costs = layout_costs(plan.model, plan.job, plan.cluster, table, layout.recompute_modules)
@@ -27,6 +24,7 @@ def predicted_actions(plan: Plan) -> dict[int, tuple[Interval, ...]]:
     intervals = timeline(
         schedule,
         StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight),
+        stage_hops(layout, costs),
         p2p_overlaps=not sends_hold_rank(plan.job, layout.schedule),
     )
     return {

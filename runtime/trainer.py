@@ -14,6 +14,8 @@ from runtime import collectives
 from runtime.context import context_share
 from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
 from runtime.executor import Executor
+from runtime.expert_bias import BiasUpdates
+from runtime.first_values import Initialiser  # noqa: TC001  (as above)
 from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
 from runtime.lower import lower
@@ -29,7 +31,7 @@ from runtime.modules import module_of_plan, needs_module
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate, precisions
 from runtime.options import TrainingOptions
 from runtime.predicted_actions import predicted_actions
-from runtime.program import Initialiser  # noqa: TC001  (as above)
+from runtime.program import Program
 from runtime.run_state import RunState
 from runtime.survival import StoppedError, TrainingBrokeError
 from runtime.trace_file import hand_over, handed_over, write_trace
@@ -86,6 +88,7 @@ class Trainer:
         self._states = ShardedStates(program, self._mesh, formats, initialise=values)
         self.executor = Executor(program, self._mesh, self._states, trace=self._trace)
         self.optimizer = ShardedOptimizer(self._states, self._settings, checks_norm=True)
+        self._biases = self._bias_updates(program)
         self._run_state = RunState(
             plan,
             options,
@@ -168,7 +171,8 @@ class Trainer:
         seconds = time.perf_counter() - self._start
         if self._trace is not None:
             self._trace.end_step()
-        allocated, reserved = self._agree(peak_memory(self._mesh.device))
+        imbalance = 0.0 if self._biases is None else self._biases.step()
+        allocated, reserved, imbalance = self._agree(*peak_memory(self._mesh.device), imbalance)
         self._run_state.save_if_due(step + 1)
         if self._recorder is None:
             return
@@ -185,18 +189,30 @@ class Trainer:
                 mfu=model_flops_utilisation(self._plan, seconds),
                 allocated_gib=allocated if on_gpu else None,
                 reserved_gib=reserved,
+                expert_imbalance=None if self._biases is None else imbalance,
             )
         )
 
-    def _agree(self, memory: tuple[float, float]) -> tuple[float, float]:
-        """Return the fullest rank's memory; on the way, all learn whether one must stop."""
-        mine = torch.tensor([*memory, float(self._asked_to_stop)], dtype=torch.float32)
+    def _bias_updates(self, program: Program) -> BiasUpdates | None:
+        rate, moe = self._options.bias_update_rate, self._plan.model.moe
+        if not rate:
+            return None
+        if moe is None or not moe.correction_bias:
+            raise ValueError(
+                f"--bias-update-rate {rate}: {self._plan.model.name} has no routers that correct "
+                "their choice (DeepSeek-V3 has)"
+            )
+        return BiasUpdates(program, self._mesh, rate)
+
+    def _agree(self, *mine: float) -> list[float]:
+        """Return the largest figures of all ranks; on the way, all learn whether one must stop."""
+        asked = torch.tensor([*mine, float(self._asked_to_stop)], dtype=torch.float32)
         largest = collectives.all_reduce(
-            mine.to(self._mesh.device), self._mesh.group("world"), "max"
+            asked.to(self._mesh.device), self._mesh.group("world"), "max"
         )
-        allocated, reserved, stop = largest.tolist()
+        *figures, stop = largest.tolist()
         self._stop = bool(stop)
-        return allocated, reserved
+        return figures
 
     def _ask_to_stop(self, signum: int, frame: object) -> None:  # noqa: ARG002  (a handler)
         self._asked_to_stop = True

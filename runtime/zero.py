@@ -11,9 +11,10 @@ from torch import Tensor
 from costmodels.units import MIB
 from runtime import collectives
 from runtime.buckets import Bucket, Values
+from runtime.first_values import Initialiser, move_buffers, own_piece
 from runtime.mesh import Mesh
 from runtime.packing import Precisions
-from runtime.program import Initialiser, ParameterShard, Program, move_buffers, own_piece
+from runtime.program import ParameterShard, Program
 from runtime.stage_states import StageStates
 
 __all__ = ["Precisions", "ShardedStates"]

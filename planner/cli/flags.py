@@ -45,7 +45,10 @@ def add_input_flags(
 ) -> None:
     """Add the flags that name the model, the cluster and the job."""
     parser.add_argument(
-        "--model", required=required, metavar="M", help="preset, config.json or TOML"
+        "--model",
+        required=required,
+        metavar="M",
+        help="preset, config.json, TOML, or package.module:function returning an nn.Module",
     )
     parser.add_argument("--hardware", default="h100-sxm-80gb", metavar="H", help="profile or TOML")
     parser.add_argument(

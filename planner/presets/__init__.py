@@ -4,7 +4,7 @@ a preset        llama-3.1-8b, or a plain size such as 8b      index.toml, config
 a config        config.json of Hugging Face, or its folder    costmodels.hf_config
 a model TOML    keys are the fields of ModelSpec              planner.presets.model_toml
 package.module:function                                       recognised, not called: the
-                                                              caller hands it to the runtime
+                                                              command line hands it to the runtime
 """
 
 import difflib

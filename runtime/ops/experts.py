@@ -44,6 +44,7 @@ def dispatched_experts(
     down: Tensor,
     mesh: Mesh | None,
     token_weight: Tensor | float,
+    load: Tensor | None,
     *rule: Any,
 ) -> Tensor:
     """Return the weighted answers of each token's experts.
@@ -57,6 +58,8 @@ def dispatched_experts(
         mesh: Where this rank stands; None for the whole block in one process, without the balance
             loss.
         token_weight: What the step's loss multiplies each token's by.
+        load: [E], to which the choices of this rank's tokens are added where anybody wants to know
+            (`expert_bias.py`); recomputation adds them again.
         rule: The fields of `Routing`, in order.
 
     """
@@ -73,6 +76,8 @@ def dispatched_experts(
     inverse = order.argsort()
     counts = torch.zeros_like(scores[0], dtype=torch.long)
     counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    if load is not None:
+        load.add_(counts)
     rows = spread(tokens, order, inverse)
     if mesh is None or mesh.size("ep") * mesh.size("etp") == 1:
         answers = _compute(rows, gate_up, down, local_counts(counts, len(chosen)))
@@ -128,7 +133,7 @@ def whole_experts(
 ) -> Tensor:
     """Return the answers of all experts in one process; the arguments as above and in `Routing`."""
     rule = (top_k, scoring, normalize, scaling, num_groups, groups_per_token, balance)
-    return dispatched_experts(x, router, correction, gate_up, down, None, 1.0, *rule)
+    return dispatched_experts(x, router, correction, gate_up, down, None, 1.0, None, *rule)
 
 
 @whole_experts.register_fake
@@ -148,7 +153,9 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, router, correction, gate_up, down = ctx.saved_tensors
     x, router, gate_up, down = (t.detach().requires_grad_() for t in (x, router, gate_up, down))
     with torch.enable_grad():
-        output = dispatched_experts(x, router, correction, gate_up, down, None, 1.0, *ctx.rule)
+        output = dispatched_experts(
+            x, router, correction, gate_up, down, None, 1.0, None, *ctx.rule
+        )
         found = torch.autograd.grad(output, (x, router, gate_up, down), gradient)
     return found[0], found[1], None, found[2], found[3], *(None for _ in ctx.rule)
 

@@ -2,7 +2,7 @@
 
     before    y = meshwright::experts(x, router, correction, gate_up, down, ...)
                   gate_up [E, 2 F, H], down [E, H, F]
-    after     y = dispatched_experts(x, router, correction, gate_up, down, mesh, ...)
+    after     y = dispatched_experts(x, router, correction, gate_up, down, mesh, ..., load, ...)
                   gate_up [E / ep, 2 F / etp, H], down [E / ep, H, F / etp]
 
 The axes fold over data, context and tensor of a stage (`mesh.py`); what tokens a rank routes was
@@ -20,6 +20,7 @@ from runtime.ops.experts import dispatched_experts
 from runtime.passes.pipeline import LoweringContext, all_nodes
 from runtime.program import TOKEN_WEIGHT, ParameterShard
 
+LOAD = "expert_load"  # buffer of a router: choices of each expert since the last update
 _WHOLE = torch.ops.meshwright.experts.default
 
 
@@ -43,7 +44,8 @@ def dispatch_experts(graph: GraphModule, context: LoweringContext) -> GraphModul
             _cut(graph, gate_up, context.layout, dim=1, num_segments=2)
             _cut(graph, down, context.layout, dim=2, num_segments=1)
             node.target = dispatched_experts
-            node.args = (*node.args[:5], mesh, weight, *node.args[5:])
+            load = None if node.args[2] is None else _load(graph, node)
+            node.args = (*node.args[:5], mesh, weight, load, *node.args[5:])
     return graph
 
 
@@ -57,6 +59,19 @@ def every_token_reaches_its_experts(graph: GraphModule, context: LoweringContext
                 shard = weight.meta["shard"]
                 share = shard.global_shape[0] // layout.expert_parallel
                 assert weight.meta["local"].shape[0] == share, f"{shard.name} is not spread"
+
+
+def _load(graph: GraphModule, block: Node) -> Node:
+    """Give a block whose choice is corrected a place to count choices in, beside the correction."""
+    correction = block.args[2]
+    assert isinstance(correction, Node)
+    owner = str(correction.target).rpartition(".")[0]
+    value = torch.zeros(correction.meta["val"].shape, dtype=torch.long)
+    graph.get_submodule(owner).register_buffer(LOAD, value)
+    with graph.graph.inserting_before(block):
+        load = graph.graph.get_attr(f"{owner}.{LOAD}")
+    load.meta = {**correction.meta, "val": value}
+    return load
 
 
 def _weights(block: Node) -> tuple[Node, Node]:

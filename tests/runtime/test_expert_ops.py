@@ -148,7 +148,7 @@ def dispatch_error(world, layout, lengths, skew):
 
     x = parts[world.rank].clone().requires_grad_()
     local = [value.detach().clone().requires_grad_() for value in cut(gate_up, down)]
-    got = dispatched_experts(x, router.detach(), None, *local, mesh, 1.0, *PLAIN)
+    got = dispatched_experts(x, router.detach(), None, *local, mesh, 1.0, None, *PLAIN)
     found = torch.autograd.grad(got.square().sum(), (x, *local))
     summed = [collectives.all_reduce(gradient, mesh.group("edp")) for gradient in found[1:]]
     pairs = [

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.program import ParameterShard, move_buffers, with_positions
+from runtime.first_values import move_buffers
+from runtime.program import ParameterShard, with_positions
 
 
 @st.composite

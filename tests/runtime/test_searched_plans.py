@@ -1,5 +1,6 @@
 """Whatever the search offers for the native runtime runs: plans drawn from it, lowered and run."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -8,16 +9,20 @@ import torch
 
 from costmodels.hardware import make_cluster
 from costmodels.job import Precision, TrainingJob
-from costmodels.model import ModelSpec
+from costmodels.layout import ContextParallelType
+from costmodels.model import MixtureOfExperts, ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
 from planner.search.ranking import search
+from runtime.capture import capture
+from runtime.context import context_share
 from runtime.executor import Executor
+from runtime.first_values import materialise
 from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
-from runtime.lower import lower_graph, program_of
+from runtime.lower import lower_captured, program_of
+from runtime.models import build_model
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.program import materialise
 from runtime.zero import ShardedStates
 
 MODELS = [
@@ -54,14 +59,39 @@ MODELS = [
         attention_output_bias=True,
         ffn_bias=True,
     ),
+    ModelSpec(
+        name="small-mixtral",
+        architecture="mixtral",
+        hidden_size=32,
+        num_layers=4,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_hidden_size=48,
+        vocab_size=61,
+        training_seq_len=16,
+        moe=MixtureOfExperts(num_experts=4, experts_per_token=2, ffn_hidden_size=24),
+    ),
 ]
 # What narrows each search, so that the drawn plans differ: one axis at a time, and none.
-NARROWED = [
+DENSE = [
     Constraints(),
     Constraints(tensor_parallel=(2, 4)),
     Constraints(pipeline_parallel=(2, 4)),
     Constraints(zero_stage=(3,)),
     Constraints(stages_per_rank=(2,)),
+    *(
+        Constraints(context_parallel=(2,), context_parallel_type=(kind,))
+        for kind in ContextParallelType
+    ),
+]
+EXPERTS = [
+    Constraints(expert_parallel=(2,)),
+    Constraints(expert_parallel=(4,), pipeline_parallel=(1,)),
+    Constraints(expert_tensor_parallel=(2,)),
+    Constraints(expert_parallel=(2,), context_parallel=(2,)),
+    Constraints(expert_parallel=(2,), stages_per_rank=(2,)),
+    Constraints(expert_parallel=(2,), tensor_parallel=(2,), zero_stage=(2, 3)),
 ]
 
 
@@ -70,7 +100,7 @@ def drawn(model, num_ranks):
     job = TrainingJob(seq_len=16, global_batch_size=16, precision=Precision.FP32)
     cluster = make_cluster(read_profile("cpu-gloo"), num_ranks)
     found = []
-    for constraints in NARROWED:
+    for constraints in EXPERTS if model.moe else DENSE:
         result = search(model, job, cluster, replace(constraints, runnable=True), top=3)
         found += [judged.layout for judged in result.plans[-1:]]
     return job, found
@@ -80,8 +110,11 @@ def drawn(model, num_ranks):
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_plans_drawn_from_the_search_run_and_learn(model, num_ranks):
     job, layouts = drawn(model, num_ranks)
-    assert len(layouts) == len(NARROWED)
-    graphs = [lower_graph(model, job, layout) for layout in layouts]
+    assert len(layouts) == len(EXPERTS if model.moe else DENSE)
+    captured = capture(
+        build_model(model, seq_len=job.seq_len, dtype=torch.float32), dtype=torch.float32
+    )
+    graphs = [lower_captured(copy.deepcopy(captured), job, layout) for layout in layouts]
 
     def work(world):
         return [losses(world, model, job, *case) for case in zip(layouts, graphs, strict=True)]
@@ -108,10 +141,11 @@ def losses(world, model, job, layout, graph):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.vocab_size, (16, 17), generator=generator)
     own = tokens.chunk(layout.data_parallel)[mesh.coordinate("dp")]
-    batch = [
+    whole = [
         {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
         for rows in own.split(layout.micro_batch_size)
     ]
+    batch = [context_share(part, layout, mesh.coordinate("cp")) for part in whole]
     found = []
     for step in range(5):
         found.append(round(executor.run(batch).item(), 6))

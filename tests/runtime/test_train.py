@@ -95,8 +95,10 @@ def text(tmp_path):
 def test_a_plan_of_two_stages_trains_on_text_and_resumes_where_it_stopped(tmp_path, text):
     folder = write(plan(2, pipeline_parallel=2), tmp_path / "run")
     flags = ("--data", str(text), "--learning-rate", "0.01", "--save-every", "6")
-    done = launch(folder, "--steps", "12", *flags)
+    done = launch(folder, "--steps", "12", *flags, "--trace", "1")
     assert done.returncode == 0, done.stderr
+    trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in trace if event["name"] == "step 2"} == {0, 1}
     assert re.fullmatch(
         r"step \S+ s measured \(median of 10\), 0\.050 s predicted \([+-]\d+ %\)\n", done.stdout
     )

@@ -8,10 +8,10 @@ import torch
 
 from costmodels.layout import Layout
 from runtime.capture import weights_on_meta
+from runtime.first_values import materialise
 from runtime.launch import run_ranks
 from runtime.lower import lower, lower_graph, program_of
 from runtime.passes.pipeline import op_counts
-from runtime.program import materialise
 
 transformers = pytest.importorskip("transformers")
 from test_lowering_parity import TOLERANCE, run_chain, worst_error  # noqa: E402
