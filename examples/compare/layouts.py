@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule, split_layers
 
 FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
 GPIPE, INTERLEAVED = Schedule.GPIPE, Schedule.INTERLEAVED
@@ -20,6 +20,7 @@ def real_layouts(num_layers: int, batch: int) -> list[Layout]:
     tp2: dict[str, object] = {"tensor_parallel": 2}
     pp2: dict[str, object] = {"pipeline_parallel": 2}
     sp2 = {**tp2, "sequence_parallel": True}
+    cp2: dict[str, object] = {"context_parallel": 2}
     shapes: list[tuple[int, dict[str, object]]] = [
         (8, dp2),
         (2, dp2),
@@ -38,6 +39,9 @@ def real_layouts(num_layers: int, batch: int) -> list[Layout]:
         (2, {**pp2, "schedule": GPIPE}),
         (2, {**pp2, "recompute": FULL}),
         (2, {**pp2, "schedule": INTERLEAVED, "stages_per_rank": 2}),
+        (8, cp2),
+        (8, {**cp2, "context_parallel_type": ContextParallelType.ULYSSES}),
+        (8, {**cp2, "context_parallel_type": ContextParallelType.ALL_GATHER, "recompute": FULL}),
     ]
     return [_complete(fields, size, num_layers, batch) for size, fields in shapes]
 

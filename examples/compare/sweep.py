@@ -20,6 +20,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from runtime import collectives
+from runtime.context import context_share
 from runtime.executor import Executor
 from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
@@ -156,7 +157,8 @@ def _batches(sweep: Sweep, layout: Layout, mesh: Mesh) -> list[dict[str, Tensor]
     batches = []
     for _ in range(layout.num_micro_batches):
         tokens = torch.randint(0, sweep.model.vocab_size, shape, generator=generator)
-        batches.append({"input_ids": tokens, "labels": tokens.roll(-1, 1)})
+        whole = {"input_ids": tokens, "labels": tokens.roll(-1, 1)}
+        batches.append(context_share(whole, layout, mesh.coordinate("cp")))
     return batches
 
 

@@ -2,11 +2,13 @@
 
 All groups of a size run at once, as they do in training: with four ranks, two groups of two. The
 functions are those that training calls, so that on gloo it is our algorithms that are measured.
-Where every rank has a core of its own, products come between the exchanges as they do in training:
-ranks arrive one after the other, threads sleep and wake, caches hold other things.
+On processors products come between the exchanges as they do in training: ranks arrive one after the
+other, threads sleep and wake, caches hold other things. Ranks that share cores pause instead, or
+they would measure how the cores are shared.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -28,7 +30,9 @@ SIZES = {
 }
 OVERLAP_BYTES = {"cpu": 4 * MIB, "cuda": 256 * MIB}
 OVERLAP_WIDTH = {"cpu": 512, "cuda": 8192}
-WORK_WIDTH = 512  # chosen: products of about a millisecond, as between a layer's collectives
+# Chosen: about a millisecond lies between two collectives of a layer.
+WORK_WIDTH = 512
+PAUSE = 1e-3
 ITEM = 4  # bytes of fp32
 AXIS = "tp"  # the groups are those of this axis
 
@@ -48,9 +52,11 @@ def transfer_samples(watch: Stopwatch, world: World) -> Iterator[Sample]:
 
 
 def _work(watch: Stopwatch, world: World) -> Callable[[], object] | None:
-    """Return what ranks do between two exchanges, None where they would share cores for it."""
-    if watch.device.type != "cpu" or world.size > (os.cpu_count() or 1):
+    """Return what ranks do between two exchanges; None for GPUs, whose host only waits."""
+    if watch.device.type != "cpu":
         return None
+    if world.size > (os.cpu_count() or 1):
+        return lambda: time.sleep(PAUSE)
     a = torch.ones(WORK_WIDTH, WORK_WIDTH)
     return lambda: torch.mm(a, a)
 
