@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.collective_costs import Beside, BothWays, Pricing, price_collective
+from costmodels.collective_costs import (
+    Beside,
+    BothWays,
+    Pricing,
+    exposed_seconds,
+    price_collective,
+)
 from costmodels.compiled import compute
 from costmodels.compiled.compute import Value
 from costmodels.model import LayerKind
@@ -199,7 +205,7 @@ def _price_block(block: Block, gemms: dict[int, Seconds], pricing: Pricing) -> B
     attention = np.zeros((2, pricing.num_rows))
     for op in block.ops:
         if isinstance(op, Gemm):
-            _price_gemm(op, gemms[id(op)], tally, pricing.rates)
+            _price_gemm(op, gemms[id(op)], tally, pricing)
         elif isinstance(op, MemoryPass):
             _price_pass(op, tally, pricing.rates)
         elif isinstance(op, Attention):
@@ -208,20 +214,23 @@ def _price_block(block: Block, gemms: dict[int, Seconds], pricing: Pricing) -> B
     beside = Beside(products=by_name, attention=attention, computing=tally.exposed.sum(axis=1))
     for op in block.ops:
         if isinstance(op, Collective):
-            _add_collective(op, price_collective(op, beside, pricing), tally)
+            _add_collective(op, price_collective(op, beside, pricing), tally, pricing.rates)
     return tally.finish(pricing.rates.host_launch)
 
 
-def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally) -> None:
+def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally, rates: Rates) -> None:
     if ways is None:
         return
     cause = _CAUSE_OF_AXIS[op.axis]
-    launches = [np.asarray(seconds) > 0 for seconds in ways.alone]
+    # Calling a collective costs the host as much as calling a layer.
+    calls = 1 + rates.module_launches
+    launches = [calls * (np.asarray(seconds) > 0) for seconds in ways.alone]
     tally.add_forward(op, cause, ways.exposed[0], launches[0], alone=ways.alone[0])
     tally.add(BACKWARD_INPUT, cause, ways.exposed[1], launches[1], alone=ways.alone[1])
 
 
-def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, rates: Rates) -> None:
+def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, pricing: Pricing) -> None:
+    rates = pricing.rates
     forward, to_input, to_weight = seconds
     cause = "matmul" if op.module != "core_attn" else "attention"
     # Grouped products are one launch per expert (Transformer Engine, on several streams), and
@@ -236,6 +245,8 @@ def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, rates: Rates) -> None
         accumulate = _moved_seconds(
             _ACCUMULATE_BYTES[rates.element_bytes] * op.n * op.k * op.count, 0, rates
         )
+        if pricing.overlap.accumulation:
+            accumulate = exposed_seconds(accumulate, to_weight, rates)
         tally.add(BACKWARD_WEIGHT, "memory_bound", accumulate, 0)
     if rates.casts and op.quantised:
         inputs = _CAST_BYTES * op.m * op.k * op.count

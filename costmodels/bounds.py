@@ -215,7 +215,8 @@ def _rest(
     each = overlap.reduces_each_micro_batch & (table.zero_stage == ZERO_2)
     backward = backward * np.where(each, table.num_micro_batches, passes)
     if overlap.grad_reduce:
-        reduce = exposed_seconds(reduce, backward / p, costs.rates)
+        waits = overlap.reduces_after_pipeline & (p > 1)
+        reduce = np.where(waits, reduce, exposed_seconds(reduce, backward / p, costs.rates))
     if overlap.param_gather:
         gather = exposed_seconds(gather, totals.forward * passes / p, costs.rates)
     rest: Values = reduce + gather + update

@@ -98,7 +98,7 @@ def expert_ops(
         ),
         *_balance(shard, moe),
         *_counts(shard, moe),
-        _permutation("permute", copies * hidden),
+        _permutation(job, "permute", copies * hidden),
         _all_to_all(job, moe, "dispatch", HALF * copies * hidden, experts),
         _expert_tensor(shard, "expert_gather", "all_gather", "reduce_scatter", received * hidden),
         Gemm(name="expert_in", n=inputs * width, k=hidden, **grouped),
@@ -106,7 +106,7 @@ def expert_ops(
         Gemm(name="expert_out", n=hidden, k=width, **grouped),
         _expert_tensor(shard, "expert_reduce", "reduce_scatter", "all_gather", received * hidden),
         _all_to_all(job, moe, "combine", HALF * copies * hidden, experts),
-        _permutation("unpermute", copies * hidden),
+        _permutation(job, "unpermute", copies * hidden),
         _join(shard, hidden),
     )
 
@@ -188,15 +188,20 @@ def _join(shard: Shard, hidden: int) -> Collective:
     )
 
 
-def _permutation(name: str, elements: Size) -> MemoryPass:
-    """Sort token copies by expert, or weigh and sum them back."""
+def _permutation(job: TrainingJob, name: str, elements: Size) -> MemoryPass:
+    """Sort token copies by expert, or weigh and sum them back.
+
+    Dispatchers with kernels of their own (DeepEP, HybridEP) hand the sorting one map; around a
+    plain all-to-all it is made of sorts, index maps and gathers.
+    """
+    kernels = 10 if job.switches.expert_dispatch == "alltoall" else 2
     return MemoryPass(
         name=name,
         module="moe",
         forward=2 * HALF * elements,
         backward=2 * HALF * elements,
-        forward_kernels=10,
-        backward_kernels=10,
+        forward_kernels=kernels,
+        backward_kernels=kernels,
     )
 
 

@@ -6,7 +6,8 @@ the computation named here, and what the computation loses.
 Sources: Megatron-LM, `LinearWithGradAccumulationAndAsyncCommunication` (tensor-parallel gradients
 beside weight gradients) and `DistributedDataParallel(overlap_grad_reduce)`; PyTorch FSDP
 (arXiv:2304.11277, sections 3.3 and 4.3: prefetch and reduce beside backward); nanotron
-`tp_linear_async_communication`; DeepSpeed `overlap_comm`.
+`tp_linear_async_communication`; DeepSpeed `overlap_comm`, and `TrainSchedule` of
+its pipeline (ReduceGrads).
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 from costmodels.compiled.compute import Value
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Schedule
+from costmodels.targets import BEHAVIOURS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +31,11 @@ class Overlap:
         gathers_again: Under sequence parallelism backward gathers the input of a column-parallel
             product once more, beside its input gradient.
         grad_reduce: Gradients are reduced in buckets beside the last micro-batch's backward.
+        reduces_after_pipeline: With pipeline stages, gradients are reduced after the last backward.
         param_gather: Gathering updated ZeRO-1/2 parameters beside the next step's first forward.
         prefetch: ZeRO-3 gathers the next layer beside the current one.
+        accumulation: Weight gradients of micro-batches are summed inside the product that makes
+            them, so that the sums pass through memory while it runs.
         experts: Expert all-to-all of one micro-batch beside another's computation.
         reduces_each_micro_batch: ZeRO-2 reduces gradients after each micro-batch, not once a step.
         gathers_each_tensor: ZeRO-3 moves every expert's matrices one by one, not a layer at once.
@@ -41,8 +46,10 @@ class Overlap:
     tensor_pipelined: bool
     gathers_again: bool
     grad_reduce: bool
+    reduces_after_pipeline: bool
     param_gather: bool
     prefetch: bool
+    accumulation: bool
     experts: bool
     reduces_each_micro_batch: bool
     gathers_each_tensor: bool
@@ -54,13 +61,15 @@ def overlap_of(job: TrainingJob) -> Overlap:
     from_megatron = target in (Target.MEGATRON, Target.NANOTRON)
     return Overlap(
         tensor_backward=from_megatron,
-        tensor_pipelined=switches.overlap_tensor_parallel
-        or (from_megatron and switches.overlap_grad_reduce),
+        tensor_pipelined=switches.overlap_tensor_parallel,
         gathers_again=from_megatron,
         # nanotron adds micro-batches up in fp32 and reduces after the last one.
         grad_reduce=switches.overlap_grad_reduce and target is not Target.NANOTRON,
+        # DeepSpeed's pipeline engine ends its schedule with an instruction of its own for it.
+        reduces_after_pipeline=target is Target.DEEPSPEED,
         param_gather=switches.overlap_grad_reduce and target is Target.MEGATRON,
         prefetch=True,
+        accumulation=BEHAVIOURS[target].fused_weight_gradient,
         experts=switches.overlap_expert_parallel,
         gathers_each_tensor=target is Target.DEEPSPEED,
         reduces_each_micro_batch=target in (Target.DEEPSPEED, Target.NATIVE),

@@ -185,11 +185,12 @@ def rank_rest(
         )
     )
     backward = (to_input + to_weight) * (layout.num_micro_batches if each else passes)
+    waits = overlap.reduces_after_pipeline and layout.pipeline_parallel > 1
     return Rest(
         reduce=reduce,
         gather=gather,
         update=update,
-        reduce_exposed=_left(reduce, backward, costs, hides=overlap.grad_reduce),
+        reduce_exposed=_left(reduce, backward, costs, hides=overlap.grad_reduce and not waits),
         gather_exposed=_left(gather, forward * passes, costs, hides=overlap.param_gather),
     )
 

@@ -16,12 +16,12 @@ class AllGather(NamedTuple):
 
 def all_gather(*, base_latency: Value, inner: Value, inner_bandwidth: Value, inner_latency: Value, outer: Value, outer_bandwidth: Value, outer_latency: Value, payload: Value) -> AllGather:
     """Seconds of an all-gather or a reduce-scatter."""
-    t_0 = inner - 1
-    t_1 = outer - 1
+    t_0 = outer - 1
+    t_1 = inner - 1
     t_2 = inner*outer - 1
     t_3 = payload/(inner*outer)
     return AllGather(
-        seconds=base_latency*np.minimum(t_2, 1) + inner_latency*t_0 + outer_latency*t_1 + np.maximum(t_2*t_3*np.minimum(t_0, 1)/inner_bandwidth, t_1*t_3/outer_bandwidth),
+        seconds=base_latency*np.minimum(t_2, 1) + inner_latency*outer*t_1 + outer_latency*t_0 + np.maximum(t_2*t_3*np.minimum(t_1, 1)/inner_bandwidth, t_0*t_3/outer_bandwidth),
     )
 
 
@@ -34,12 +34,12 @@ class AllReduce(NamedTuple):
 def all_reduce(*, base_latency: Value, inner: Value, inner_bandwidth: Value, inner_latency: Value, outer: Value, outer_bandwidth: Value, outer_latency: Value, payload: Value) -> AllReduce:
     """Seconds of an all-reduce."""
     t_0 = inner*outer - 1
-    t_1 = inner - 1
-    t_2 = outer - 1
-    t_3 = 2*outer_latency
+    t_1 = outer - 1
+    t_2 = 2*outer_latency
+    t_3 = inner - 1
     t_4 = payload/(inner*outer)
     return AllReduce(
-        seconds=base_latency*np.minimum(t_0, 1) + 2*np.maximum(t_0*t_4*np.minimum(t_1, 1)/inner_bandwidth, t_2*t_4/outer_bandwidth) + np.minimum(2*inner_latency*t_1 + t_2*t_3, inner_latency*(2*inner - 2) + t_3*np.log(outer)/np.log(2)),
+        seconds=base_latency*np.minimum(t_0, 1) + 2*np.maximum(t_0*t_4*np.minimum(t_3, 1)/inner_bandwidth, t_1*t_4/outer_bandwidth) + np.minimum(2*inner_latency*outer*t_3 + t_1*t_2, inner_latency*(2*inner - 2) + t_2*np.log(outer)/np.log(2)),
     )
 
 

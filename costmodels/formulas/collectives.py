@@ -11,7 +11,7 @@ domain once, spread over the network ports of the `inner` ranks there, and passe
     all_reduce     = reduce_scatter + all_gather, with the latency of a ring or of a tree
 
 B is always the size of the *full* tensor; bandwidths are per GPU and direction. Latency of a ring
-counts its hops; that of a tree the depth of a doubling tree, both ways.
+counts all its n - 1 hops; that of a tree the depth of a doubling tree, both ways.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 2005, sections 4.1-4.5; double binary trees: Sanders, Speck and Traff, "Two-tree
@@ -47,8 +47,8 @@ def _ring_seconds() -> Expr:
 
 
 def _ring_latency() -> Expr:
-    """Return the latency of one pass: hops within each domain, and between domains."""
-    return (inner - 1) * inner_latency + (outer - 1) * outer_latency
+    """Return the latency of one pass: n - 1 hops, outer - 1 of them over the network."""
+    return (inner - 1) * outer * inner_latency + (outer - 1) * outer_latency
 
 
 def _tree_latency() -> Expr:

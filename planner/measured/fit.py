@@ -1,11 +1,11 @@
 """Fit the constants of device generations to measured runs, and test the fit on runs left out.
 
 What is fitted stands in `hardware_profiles/generations`: every constant of kind "fitted", between
-its own bounds. Nothing belongs to a source, a family, a release or a model. The loss is Huber's of
-log(predicted / measured), each family with the same weight, plus a weak pull of each constant to
-the geometric middle of its bounds, which alone decides where no run tells anything:
+its own bounds. Nothing belongs to a source, a family, a release or a model. What is made small
+stands in `fit_loss`; beside it, a weak pull of each constant to the geometric middle of its bounds
+alone decides where no run tells anything:
 
-    loss(c) = sum over families of mean huber(r) + PULL * sum ((ln c - middle) / width)^2
+    loss(c) = loss of the runs + PULL * sum ((ln c - middle) / width)^2
 
 Steps are Gauss-Newton's in ln c, reweighted for Huber's loss. Leaving a group out moves the
 constants from the joint optimum by the same derivatives without the group's rows: one linear
@@ -16,7 +16,7 @@ using iteratively reweighted least-squares", Communications in Statistics A6 (19
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -30,6 +30,7 @@ from costmodels.layout import Layout
 from costmodels.profile_toml import own_constants
 from costmodels.terms import TimeEstimate
 from planner.codec import rounded
+from planner.measured.fit_loss import family_weights, loss_terms
 from planner.measured.models import UnsupportedRowError
 from planner.measured.robust_step import solve
 from planner.measured.rows import MeasuredJob, interpret
@@ -75,6 +76,7 @@ class Sample:
     Attributes:
         row: Its place in the table.
         family: Runs of one campaign; unit of weighting.
+        grid: Runs that differ in the layout only, of one campaign and software; "" for none.
         rate: Measured tokens per second and GPU.
 
     """
@@ -83,6 +85,7 @@ class Sample:
     asked: MeasuredJob
     layout: Layout
     family: str
+    grid: str
     rate: float
 
     @property
@@ -137,9 +140,15 @@ def read_samples(rows: Sequence[Row]) -> tuple[Sample, ...]:
             continue
         best = best_reading(asked)
         if best.time is not None:
-            family = row.get("family", "")
             samples.append(
-                Sample(row=number, asked=asked, layout=best.layout, family=family, rate=rate)
+                Sample(
+                    row=number,
+                    asked=asked,
+                    layout=best.layout,
+                    family=row.get("family", ""),
+                    grid=row.get("grid", "") if row.get("grid_quality") == "clean" else "",
+                    rate=rate,
+                )
             )
     return tuple(samples)
 
@@ -196,17 +205,11 @@ def fit_constants(
     errors = _errors(samples, parameters, logs)
     slopes = _slopes(samples, parameters, logs, errors)
     for turn in range(rounds):
-        logs = solve(parameters, logs, errors, slopes, weights)
+        logs = solve(parameters, logs, *loss_terms(samples, errors, slopes))
         errors = _errors(samples, parameters, logs)
         slopes = _slopes(samples, parameters, logs, errors)
         progress(f"round {turn + 1}: mean error {float(weights @ np.abs(np.expm1(errors))):.1%}")
     return Fitted(parameters=tuple(parameters), logs=logs, errors=errors, slopes=slopes)
-
-
-def family_weights(samples: Sequence[Sample]) -> Array:
-    """Return each sample's weight: families weigh the same, all together 1."""
-    sizes = Counter(sample.family for sample in samples)
-    return np.array([1 / (sizes[sample.family] * len(sizes)) for sample in samples])
 
 
 def _errors(samples: Sequence[Sample], parameters: Sequence[Parameter], logs: Array) -> Array:
@@ -244,14 +247,15 @@ def predict_left_out(
     parameters = fitted_parameters(sorted({sample.generation for sample in samples}))
     progress(f"{len(samples)} completed runs, {len(parameters)} constants")
     joint = fit_constants(samples, parameters, rounds=0)
-    weights = family_weights(samples)
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, sample in enumerate(samples):
         groups[group_of(rows[sample.row], by)].append(place)
     done = [{**row, **{f"leave_out_{name}": row[name] for name in PREDICTED}} for row in rows]
     for members in groups.values():
         kept = np.setdiff1d(np.arange(len(samples)), members)
-        logs = solve(parameters, joint.logs, joint.errors[kept], joint.slopes[kept], weights[kept])
+        others = [samples[place] for place in kept]
+        terms = loss_terms(others, joint.errors[kept], joint.slopes[kept])
+        logs = solve(parameters, joint.logs, *terms)
         for place in members:
             time = estimate_with(samples[place], parameters, logs)
             figures = (time.step_seconds, time.tokens_per_second_per_gpu)
@@ -260,27 +264,6 @@ def predict_left_out(
                 done[samples[place].row][f"leave_out_predicted_{name}"] = repr(rounded(figure))
     progress(f"{len(groups)} groups left out by {by}: {_left_out_line(samples, done)}")
     return done
-
-
-def without(joint: Fitted, kept: Array, weights: Array) -> Array:
-    """Return the constants of a refit on some of the samples, as logarithms.
-
-    The linearised loss is solved with all samples and with those kept; the difference is what the
-    others did to the joint optimum.
-
-    Args:
-        joint: The optimum of all samples.
-        kept: Places of the samples that stay.
-        weights: Importance of every sample.
-
-    """
-    every = solve(joint.parameters, joint.logs, joint.errors, joint.slopes, weights)
-    some = solve(
-        joint.parameters, joint.logs, joint.errors[kept], joint.slopes[kept], weights[kept]
-    )
-    low, high = (np.log([getattr(p, name) for p in joint.parameters]) for name in ("low", "high"))
-    logs: Array = np.clip(joint.logs + some - every, low, high)
-    return logs
 
 
 def group_of(row: Row, by: str) -> tuple[str, ...]:

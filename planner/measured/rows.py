@@ -55,6 +55,10 @@ FRAMEWORKS = (
     ("libai", Target.MEGATRON, "Megatron's layouts in another framework"),
 )
 
+# Software whose published runs overlap tensor-parallel collectives with their products: NVIDIA's
+# recipes (`tp_comm_overlap`), Megatron Core's tables, nanotron's `tp_linear_async_communication`.
+OVERLAP_TENSOR_PARALLEL = ("nemo", "megatron-bridge", "megatron-core", "nanotron")
+
 PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the common recipe
 
 UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
@@ -139,6 +143,7 @@ def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
         precision = Precision(family)
     else:
         notes.append(f"precision {row['precision']} taken as {precision.value}")
+    target = target_of(row["framework"])
     grad_dtype = "bf16" if "grads-bf16" in tags else "fp32" if tags & WIDE_GRADIENTS else None
     return TrainingJob(
         seq_len=integer(row, "seq_len"),
@@ -146,12 +151,29 @@ def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
         precision=precision,
         flash_attention=row["flash"] != "0",
         grad_dtype=grad_dtype,
-        target=target_of(row["framework"]),
-        switches=_switches(row, tags),
+        target=target,
+        switches=_switches(row, tags, target),
     )
 
 
-def _switches(row: Row, tags: frozenset[str]) -> Switches:
+def _reduces_beside_backward(row: Row, tags: frozenset[str], target: Target) -> bool:
+    """Return whether gradients are reduced beside backward; software's defaults where silent.
+
+    Megatron-LM does so when asked (`--overlap-grad-reduce`, since 2023). DeepSpeed has no hooks for
+    it in stage 1 (microsoft/DeepSpeed#1246), and `overlap_comm` is off below stage 3.
+    """
+    if "no-comm-overlap" in tags or row["framework"].lower().startswith("megatron-lm"):
+        return False
+    return target is not Target.DEEPSPEED or row["zero"].startswith("3")
+
+
+def _overlaps_tensor_parallel(row: Row, tags: frozenset[str]) -> bool:
+    """Return whether tensor-parallel collectives run in pieces beside their products."""
+    name = row["framework"].lower()
+    return "no-comm-overlap" not in tags and any(key in name for key in OVERLAP_TENSOR_PARALLEL)
+
+
+def _switches(row: Row, tags: frozenset[str], target: Target) -> Switches:
     kernels = ("flash-2", "flash-1", *UNFUSED_KERNELS)
     default = "flash-2" if row["flash"] != "0" else "fused-softmax"
     kernel = next((tag for tag in kernels if tag in tags), default)
@@ -165,8 +187,8 @@ def _switches(row: Row, tags: frozenset[str]) -> Switches:
         attention_kernel=kernel,
         fused_norm=not states_kernel or "fused-rmsnorm" in tags,
         fused_cross_entropy=not states_kernel or "fused-cross-entropy" in tags,
-        overlap_grad_reduce="no-comm-overlap" not in tags,
-        overlap_tensor_parallel="async-tp" in tags,
+        overlap_grad_reduce=_reduces_beside_backward(row, tags, target),
+        overlap_tensor_parallel="async-tp" in tags or _overlaps_tensor_parallel(row, tags),
         overlap_expert_parallel="ep-overlap" in tags,
         expert_dispatch=dispatch,
         cuda_graphs=graphs,

@@ -52,6 +52,12 @@ def test_ranks_of_a_node_pool_their_network_ports():
     assert pooled == pytest.approx(max(0.75 * GIB / (400 * GB), 31 / 32 * GIB / (450 * GB)))
 
 
+def test_a_ring_passes_every_rank_of_every_node():
+    # 16 nodes of 8: 127 hops, of which 15 over the network: 112 * 2 us + 15 * 5 us.
+    seconds = collectives.all_gather(payload=0, inner=8, outer=16, **NVLINK).seconds
+    assert seconds == pytest.approx(299e-6)
+
+
 def test_small_all_reduce_over_many_nodes_uses_a_tree():
     # A ring over 64 nodes pays 2 * 63 hops, a double tree 2 * 6.
     seconds = collectives.all_reduce(payload=8, inner=1, outer=64, **NVLINK).seconds

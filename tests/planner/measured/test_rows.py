@@ -159,3 +159,16 @@ def test_a_framework_selects_the_nearest_target(framework, target):
 
 def test_the_golden_table_has_what_predictions_read(runs):
     assert set(REQUIRED) <= set(runs[0])
+
+
+def test_silent_rows_overlap_what_their_software_does_unless_told(runs):
+    switches = interpret(first(runs, "narayanan2021/table1")).job.switches
+    assert not switches.overlap_grad_reduce
+    assert not switches.overlap_tensor_parallel
+    assert not interpret(first(runs, "bloom/h14336")).job.switches.overlap_grad_reduce
+    tuned = interpret(first(runs, "dgxc/GPT-3-175B-H100")).job.switches
+    assert tuned.overlap_grad_reduce
+    assert tuned.overlap_tensor_parallel
+    quiet = interpret(first(runs, "simumax/llama70b")).job.switches
+    assert not quiet.overlap_grad_reduce
+    assert not quiet.overlap_tensor_parallel
