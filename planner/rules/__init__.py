@@ -16,7 +16,11 @@ from costmodels.layout_table import LayoutTable, table_of
 from costmodels.model import ModelSpec
 from planner.rules import accelerate, deepspeed, megatron, nanotron, native, torchtitan
 from planner.rules.allowed import allowed_values
-from planner.rules.partition import broken_partition_rules
+from planner.rules.partition import (
+    LAYERS_FOR_ALL_STAGES,
+    broken_partition_rules,
+    ends_stand_alone,
+)
 from planner.rules.rule import Case, Fact, Mask, Rule, Violation, facts
 
 __all__ = [
@@ -93,11 +97,11 @@ def violations(
         return beyond
     rules = rules_of(job.target)
     inputs = (model, job, cluster)
-    split = broken_partition_rules(model, layout)
-    return (
-        *(_violation(rule, rules, inputs, layout) for rule in _broken(rules, inputs, layout)),
-        *(_violation(rule, rules, inputs, layout) for rule in split),
-    )
+    broken = (*_broken(rules, inputs, layout), *broken_partition_rules(model, layout))
+    if ends_stand_alone(job.target, layout):
+        # Tables know no splits, so their rule asks a layer of every stage.
+        broken = tuple(rule for rule in broken if rule.name not in LAYERS_FOR_ALL_STAGES)
+    return tuple(_violation(rule, rules, inputs, layout) for rule in broken)
 
 
 def runtime_violations(

@@ -3,6 +3,7 @@
 A build that trained 28 of 30 layers (NVIDIA/Megatron-LM#1304) is why the sum is a rule.
 """
 
+from costmodels.job import Target
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
 from planner.rules.rule import Case, Mask, Rule
@@ -43,6 +44,8 @@ STAGES_HAVE_LAYERS = _split_rule(
     "--layers-per-stage {layers_per_stage} leaves a stage without layers",
     ("num_layers", "num_stages"),
 )
+# What asks a layer of every stage; the first judges tables.
+LAYERS_FOR_ALL_STAGES = ("stages_hold_layers", STAGES_HAVE_LAYERS.name)
 RECOMPUTE_LAYERS_FIT = _split_rule(
     "recompute_layers_fit",
     "--recompute-layers {recompute_layers} is for --recompute full (this is {recompute}) and at "
@@ -65,6 +68,21 @@ def broken_partition_rules(model: ModelSpec, layout: Layout) -> tuple[Rule, ...]
     if not _recompute_fits(layout):
         found.append(RECOMPUTE_LAYERS_FIT)
     return tuple(found)
+
+
+def ends_stand_alone(target: Target, layout: Layout) -> bool:
+    """Whether the only stages without layers are the ends, with the embedding or the head alone.
+
+    Megatron counts those as layers where it is told to (`account_for_embedding_in_pipeline_split`,
+    `account_for_loss_in_pipeline_split`): 126 layers then make 128 stages.
+    """
+    split = layout.layers_per_stage
+    return (
+        target is Target.MEGATRON
+        and len(split) == layout.num_stages > 2  # noqa: PLR2004  (two ends and what lies between)
+        and min(split) == 0
+        and min(split[1:-1]) > 0
+    )
 
 
 def partition_holds(model: ModelSpec, layout: Layout) -> bool:
