@@ -61,7 +61,9 @@ def read_layouts(
         )
         for count in counts
     ]
-    readings = [one for split in splits for one in _recompute_readings(row, model, split)]
+    readings = [
+        one for split in splits for one in _recompute_readings(row, model, job.target, split)
+    ]
     if not row["recompute"]:
         readings.sort(key=lambda one: tuple(Recompute).index(one.recompute))
         notes.append("recompute not stated: the least that fits")
@@ -112,12 +114,20 @@ def _stages_per_rank(
     return several or (1,)
 
 
-def _recompute_readings(row: Row, model: ModelSpec, base: Layout) -> tuple[Layout, ...]:
+def _recompute_readings(
+    row: Row, model: ModelSpec, target: Target, base: Layout
+) -> tuple[Layout, ...]:
     """Return what a row may mean by its recomputation, least first.
 
     Where it says nothing: none; modules (those of Megatron's own recipes where there are experts or
     latent attention); then whole layers, a quarter of each stage more at a time.
     """
+    if row["recompute"] == Recompute.SELECTIVE.value and target is Target.ACCELERATE:
+        # FSDP trainers wrap a share of the blocks whole; rows do not state it.
+        most = max(base.layers_per_stage)
+        counts = sorted({-(-most * quarters // 4) for quarters in (2, 3, 4)})
+        full = replace(base, recompute=Recompute.FULL)
+        return tuple(replace(full, recompute_layers=count) for count in counts)
     if row["recompute"]:
         return (replace(base, recompute=Recompute(row["recompute"])),)
     modules = [base.recompute_modules]
