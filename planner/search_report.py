@@ -6,13 +6,18 @@ from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.model import ModelSpec
 from costmodels.schedule import build_schedule
+from costmodels.units import GIB
 from planner.codec import Json, encode
-from planner.contract import SCHEMA, judgement_json
+from planner.constraints import FREE, Constraints
+from planner.contract import SCHEMA, judgement_json, layout_json
+from planner.explain.advice import advice
+from planner.explain.margins import margins
 from planner.explain.reasons import limits, why_first
 from planner.judge import Judgement
 from planner.plan import Plan, SolverStatus
 from planner.report import VERDICT_WORDS, heading, layout_words, ranking_table
 from planner.search.nearest import NearestMiss
+from planner.search.pareto import FrontPoint, non_dominated
 from planner.search.ranking import SearchResult
 
 REASONS = 4  # rejected rules that are worth a line
@@ -34,12 +39,16 @@ class Answer:
     Attributes:
         found: One entry; one per count of GPUs for a sweep.
         smallest_gpus: Fewest GPUs that fit, where that was asked.
+        constraints: What the user fixed.
+        memory_front: The fastest plans below ever less memory, where that was asked.
 
     """
 
     model: ModelSpec
     found: tuple[Found, ...]
     smallest_gpus: int | None = None
+    constraints: Constraints = FREE
+    memory_front: tuple[FrontPoint, ...] = ()
 
     @property
     def plans(self) -> tuple[tuple[Found, Judgement], ...]:
@@ -105,7 +114,42 @@ def answer_json(answer: Answer, seconds: float) -> dict[str, object]:
         "nearest_miss": None if answer.plans else _miss_json(answer, last.nearest_miss),
         "smallest_gpus_that_fit": answer.smallest_gpus,
         "search_seconds": round(seconds, 3),
+        **_notes_json(answer),
+        "memory_front": [
+            {
+                "reserved_gib": encode(point.reserved / GIB),
+                "step_seconds": encode(point.seconds),
+                "layout": layout_json(point.judgement.layout),
+            }
+            for point in answer.memory_front
+        ],
+        "gpu_front": list(_gpu_front(answer)),
     }
+
+
+def _notes_json(answer: Answer) -> dict[str, object]:
+    """Return what is said of the best plan besides its numbers."""
+    if len(answer.found) > 1 or not answer.plans:
+        return {}
+    inputs = (answer.model, answer.found[0].job, answer.found[0].cluster)
+    plans = answer.found[0].result.plans
+    return {
+        "advice": list(advice(*inputs, plans, answer.constraints)),
+        "margins": [encode(margin) for margin in margins(*inputs, plans[0])],
+    }
+
+
+def _gpu_front(answer: Answer) -> tuple[int, ...]:
+    """Return the counts of GPUs that train faster than every smaller count, token for token."""
+    fitting = [found for found in answer.found if found.result.plans]
+    if len(answer.found) == 1:
+        return ()
+    front = non_dominated(
+        fitting,
+        lambda found: found.cluster.num_gpus,
+        lambda found: _seconds_per_token((found, found.result.plans[0])),
+    )
+    return tuple(found.cluster.num_gpus for found in front)
 
 
 def _status(answer: Answer) -> str:
@@ -142,13 +186,14 @@ def answer_lines(answer: Answer) -> list[str]:
     if answer.smallest_gpus is not None:
         lines.insert(1, f"the fewest GPUs that fit: {answer.smallest_gpus}")
     if found.result.plans:
-        lines += [*ranking_table(found.result.plans), "", *_reason_lines(found.result)]
+        lines += [*ranking_table(found.result.plans), "", *_reason_lines(answer, found)]
     else:
         lines += _miss_lines(found.result)
     return [*lines, _census_line(found.result)]
 
 
-def _reason_lines(result: SearchResult) -> list[str]:
+def _reason_lines(answer: Answer, found: Found) -> list[str]:
+    result, inputs = found.result, (answer.model, found.job, found.cluster)
     best = result.plans[0]
     assert best.time is not None
     spent = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in limits(best.time)[:3])
@@ -157,6 +202,16 @@ def _reason_lines(result: SearchResult) -> list[str]:
         lines.append(f"row 1 against row 2: {why_first(best, result.plans[1])}")
     if best.verdict.value != "fits":
         lines.append("nothing fits safely; these may run out of memory")
+    lines += advice(*inputs, result.plans, answer.constraints)
+    lines.append("row 1, changed by hand:")
+    lines += [f"  {margin.says}" for margin in margins(*inputs, best)]
+    if answer.memory_front:
+        lines += ["", "time against memory: the fastest layout that reserves no more"]
+        lines += [
+            f"  {point.reserved / GIB:>6.1f} GiB {point.seconds:>9.4g} s  "
+            f"{layout_words(point.judgement.layout)}"
+            for point in answer.memory_front
+        ]
     return lines
 
 
@@ -191,6 +246,7 @@ def _census_line(result: SearchResult) -> str:
 
 def _sweep_lines(answer: Answer) -> list[str]:
     lines = [f"{'GPUs':>7} {'step s':>9} {'tok/s/GPU':>10} {'MFU':>7}  layout"]
+    front = _gpu_front(answer)
     for found in answer.found:
         gpus = found.cluster.num_gpus
         if not found.result.plans:
@@ -201,6 +257,8 @@ def _sweep_lines(answer: Answer) -> list[str]:
         words = layout_words(best.layout)
         if best.verdict.value != "fits":
             words += f"  ({VERDICT_WORDS[best.verdict.value]})"
+        if gpus not in front:
+            words += "  (no faster than fewer GPUs)"
         rate = best.time.tokens_per_second_per_gpu
         lines.append(
             f"{gpus:>7} {best.time.step_seconds:>9.4g} {rate:>10,.0f} "

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from costmodels.job import TrainingJob
     from costmodels.model import ModelSpec
     from planner.constraints import Constraints
+    from planner.search.pareto import FrontPoint
     from planner.search_report import Answer
 
+TOP = 5  # chosen: what a screen shows beside its reasons
+FRONT_POINTS = 4  # chosen: each is a search of its own
+FRONT_SHRINK = 0.85  # chosen: four of these halve the memory
 EXAMPLE = "planner search --gpus 64 --model 70b -o plan.json"
 
 
@@ -31,7 +35,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_input_flags(parser, gpus="total GPUs; auto: the fewest that fit; 8..1024: a sweep")
     add_constraint_flags(parser)
     parser.add_argument(
-        "--top", type=positive, default=5, metavar="K", help="layouts to list and to prove"
+        "--top",
+        type=positive,
+        metavar="K",
+        help=f"layouts to list and to prove (default {TOP}); adds the front of time and memory",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the best plan")
 
@@ -73,6 +80,7 @@ def _answer(
 ) -> "Answer":
     """Search at one count of GPUs, at the fewest that fit, or at every count of a range."""
     from costmodels.hardware import make_cluster
+    from planner.search.pareto import memory_front
     from planner.search.ranking import search
     from planner.search.sizing import counts_between, fewest_gpus, sweep
     from planner.search_report import Answer, Found
@@ -98,6 +106,7 @@ def _answer(
                 for size in sizes
             ),
             smallest_gpus=min(fitting, default=None),
+            constraints=constraints,
         )
     fewest = None
     if wanted is None:
@@ -107,6 +116,17 @@ def _answer(
     gpus = fewest or wanted
     assert gpus is not None
     cluster = make_cluster(profile, gpus, node)
-    result = search(model, job_of(gpus), cluster, constraints, top=arguments.top)
-    one = Found(job=job_of(gpus), cluster=cluster, result=result)
-    return Answer(model=model, found=(one,), smallest_gpus=fewest)
+    job = job_of(gpus)
+    result = search(model, job, cluster, constraints, top=arguments.top or TOP)
+    front: tuple[FrontPoint, ...] = ()
+    if arguments.top and result.plans:
+        front = memory_front(
+            model, job, cluster, constraints, steps=FRONT_POINTS, shrink=FRONT_SHRINK
+        )
+    return Answer(
+        model=model,
+        found=(Found(job=job, cluster=cluster, result=result),),
+        smallest_gpus=fewest,
+        constraints=constraints,
+        memory_front=front,
+    )

@@ -18,6 +18,8 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.profile_toml import profile_from_toml, profile_value
 from costmodels.profile_writer import profile_to_toml
+from planner.constraints import FREE, applicable
+from planner.explain.margins import refitted
 from planner.judge import Judgement, judge
 from planner.plan import Plan
 from planner.search.ranking import search
@@ -69,10 +71,11 @@ def what_if(plan: Plan, change: str) -> Changed:
     key, text = key.strip(), text.strip()
     old, inputs_at = _axis(plan, key, text)
     job, cluster = inputs_at(text)
-    result = search(plan.model, job, cluster, top=1)
+    constraints = applicable(FREE, job.target, plan.model)
+    result = search(plan.model, job, cluster, constraints, top=1)
     best = result.plans[0] if result.plans else None
     before = judge(plan.model, plan.job, plan.cluster, plan.layout)
-    after = judge(plan.model, job, cluster, _fitted(plan.layout, job, cluster))
+    after = judge(plan.model, job, cluster, refitted(plan.layout, job, cluster))
     new = float(text)
     moved = best is not None and after.runs and best.layout != after.layout
     threshold = None
@@ -130,20 +133,6 @@ def _threshold(
         middle = (behind + ahead) / 2
         behind, ahead = (behind, middle) if is_ahead(middle) else (middle, ahead)
     return ahead
-
-
-def _fitted(layout: Layout, job: TrainingJob, cluster: Cluster) -> Layout:
-    """Return a layout with data parallel and micro-batches derived again."""
-    others = layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel
-    data_parallel = max(1, cluster.num_gpus // others)
-    shards = data_parallel * layout.context_parallel
-    per_forward = data_parallel * layout.micro_batch_size
-    return replace(
-        layout,
-        data_parallel=data_parallel,
-        zero_group=layout.zero_group if data_parallel == layout.data_parallel else shards,
-        num_micro_batches=max(1, job.global_batch_size // per_forward),
-    )
 
 
 def _count(key: str, text: str) -> int:

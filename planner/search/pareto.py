@@ -17,6 +17,7 @@ from planner.search.ranking import search, share_allowed
 from planner.search.sizing import Sized
 
 MEMORY_STEPS = 8  # chosen: points of a front are read by people
+SHRINK = 0.95  # chosen: a step of memory that is worth asking about
 T = TypeVar("T")
 
 
@@ -47,12 +48,28 @@ def non_dominated(
 
 
 def memory_front(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    steps: int = MEMORY_STEPS,
+    shrink: float = SHRINK,
 ) -> tuple[FrontPoint, ...]:
-    """Return time against memory: each point is the fastest plan below the memory before it."""
+    """Return time against memory: each point is the fastest plan below the memory before it.
+
+    Args:
+        model: The network.
+        job: What is trained.
+        cluster: The machine.
+        constraints: What the user fixed.
+        steps: Points at most; each is a search.
+        shrink: Share of a point's memory that the next one may take.
+
+    """
     points: list[FrontPoint] = []
     share = share_allowed(constraints)
-    for _ in range(MEMORY_STEPS):
+    for _ in range(steps):
         limited = replace(constraints, max_memory_fraction=share)
         found = search(model, job, cluster, limited, top=1, only_fitting=True)
         if not found.plans:
@@ -62,7 +79,7 @@ def memory_front(
         assert best.memory is not None
         reserved = best.memory.parts.reserved
         points.append(FrontPoint(judgement=best, seconds=best.time.step_seconds, reserved=reserved))
-        share = 0.95 * reserved / best.memory.capacity  # a step worth asking about
+        share = shrink * reserved / best.memory.capacity
     return non_dominated(points, lambda p: p.seconds, lambda p: p.reserved)
 
 
