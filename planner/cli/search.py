@@ -1,6 +1,7 @@
 """`planner search`: find, prove and explain the best layouts."""
 
 import json
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -53,6 +54,7 @@ def run(arguments: Namespace) -> int:
     profile = read_hardware_flags(arguments)
     constraints = _constraints(arguments, model)
     answer = _answer(arguments, model, profile, constraints)
+    _say_what_is_not_run(answer)
     if arguments.output and answer.plans:
         write_plan(best_plan(answer), arguments.output)
     if arguments.json:
@@ -62,6 +64,17 @@ def run(arguments: Namespace) -> int:
         if arguments.output and answer.plans:
             print(f"wrote {arguments.output}")
     return 0 if answer.plans else NO_ANSWER
+
+
+def _say_what_is_not_run(answer: "Answer") -> None:
+    """Say what `apply` will refuse of a job that is planned for our own runtime all the same."""
+    from costmodels.job import Target
+    from planner.rules.native_jobs import job_refusals
+
+    jobs = dict.fromkeys(found.job for found in answer.found if found.job.target is Target.NATIVE)
+    for job in jobs:
+        for reason in job_refusals(answer.model, job, has_module=True):
+            print(f"note: the native runtime does not run this job: {reason}", file=sys.stderr)
 
 
 def _constraints(arguments: Namespace, model: "ModelSpec") -> "Constraints":

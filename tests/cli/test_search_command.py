@@ -146,3 +146,11 @@ def test_the_table_says_why_row_1_wins_and_what_was_proved(capsys):
 def test_counts_of_gpus_that_make_no_sense_are_refused(capsys, gpus):
     assert main(["search", "--model", "8b", "--gpus", gpus]) == 2
     assert "--gpus" in capsys.readouterr().err
+
+
+def test_a_job_that_apply_will_refuse_is_named_beside_its_plans(capsys):
+    one = ["search", *SMALL, "--gpus", "1", "--top", "1", "--json"]
+    main([*one, "--precision", "fp16"])
+    assert "note: the native runtime does not run this job: it trains in" in capsys.readouterr().err
+    main([*one, "--precision", "fp32"])
+    assert "note:" not in capsys.readouterr().err
