@@ -27,6 +27,7 @@ from runtime.block_facts import facts_of_block
 from runtime.blocks import container_of, layer_of
 from runtime.passes.canonicalise import canonicalise
 from runtime.passes.pipeline import LoweringContext
+from runtime.passes.split_context import sliced_tables
 from runtime.roles import Part, Role, infer_roles, parameter_name
 
 ARCHITECTURE = "module"  # of a specification that describes a traced module
@@ -44,6 +45,7 @@ class Description:
     Attributes:
         roles: Of every parameter that is cut.
         whole: Matrices of blocks that no rule cuts, by name: their sizes.
+        sliced: Tables that are sliced to the length, which rules the context axis out.
         blocks: Paths of blocks that are attributes of their own; () where they stand in a list.
 
     """
@@ -52,6 +54,7 @@ class Description:
     roles: dict[str, Role]
     whole: dict[str, int]
     num_parameters: int
+    sliced: tuple[str, ...]
     blocks: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -74,16 +77,18 @@ class Description:
         return lines + [f"warning: {text}" for text in self.warnings()]
 
     def warnings(self) -> list[str]:
-        """Say what tensor parallelism leaves whole of the matrices, and what that costs."""
+        """Say which matrices stay whole and what that costs, and which axis is ruled out."""
         merged: dict[str, list[int]] = defaultdict(list)
         for name, size in self.whole.items():
             merged[self._merged(name)].append(size)
-        return [
+        wholes = [
             f"no rule cuts {name}: all {sum(sizes):,} weights "
             f"({sum(sizes) / self.num_parameters:.1%} of the model) and their products are done "
             "whole on every tensor-parallel rank"
             for name, sizes in merged.items()
         ]
+        tables = [f"{name} is sliced to the length: plan with --cp 1" for name in self.sliced]
+        return wholes + tables
 
     def _merged(self, name: str) -> str:
         """Return a parameter's name with its block's place left open."""
@@ -143,6 +148,7 @@ def describe(captured: GraphModule, name: str) -> Description:
         roles=roles,
         whole=_whole_matrices(graph, roles, members),
         num_parameters=counted,
+        sliced=tuple(dict.fromkeys(sliced_tables(graph))),
         blocks=captured.meta.get("blocks", ()),
     )
 

@@ -62,14 +62,21 @@ def split_context(graph: GraphModule, context: LoweringContext) -> GraphModule:
 
 
 def _refuse_first_rows(graph: GraphModule) -> None:
-    """A table that is sliced to the length gives every rank the rows of the first tokens."""
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
-        source = node.args[0]
-        if isinstance(source, Node) and source.op == "get_attr" and len(node.all_input_nodes) > 1:
-            raise ValueError(
-                f"{source.target} is sliced to the length of a sequence, of which a rank of the "
-                "context axis holds a share: take its rows by position_ids, or use --cp 1"
-            )
+    for name in sliced_tables(graph):
+        raise ValueError(
+            f"{name} is sliced to the length of a sequence, of which a rank of the context axis "
+            "holds a share: take its rows by position_ids, or use --cp 1"
+        )
+
+
+def sliced_tables(graph: GraphModule) -> list[str]:
+    """Return the tables that are sliced to the length: every rank would take the first rows."""
+    slices = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+    return [
+        str(node.args[0].target)
+        for node in slices
+        if node.args[0].op == "get_attr" and len(node.all_input_nodes) > 1
+    ]
 
 
 def attention_sees_the_whole_sequence(graph: GraphModule, context: LoweringContext) -> None:

@@ -131,6 +131,25 @@ class SlicedPositions(PlainGpt):
         return self.out(self.last_norm(self.cells(x)))
 
 
+class SlicedBuffer(PlainGpt):
+    """Adds the first rows of a table that is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("waves", torch.linspace(-1, 1, LENGTH * WIDTH).view(LENGTH, WIDTH))
+
+    def forward(self, tokens):
+        return self.out(
+            self.last_norm(self.cells(self.tokens(tokens) + self.waves[: tokens.shape[1]]))
+        )
+
+
+def sliced_buffer():
+    model = SlicedBuffer()
+    del model.places
+    return model
+
+
 def sliced_positions():
     return SlicedPositions()
 

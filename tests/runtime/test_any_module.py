@@ -66,6 +66,11 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(reference, words):
         build_module(reference).describe()
 
 
+def test_a_table_sliced_to_the_length_rules_the_context_axis_out_in_words():
+    (warning,) = build_module("plain_modules:sliced_buffer").describe().warnings()
+    assert warning == "waves is sliced to the length: plan with --cp 1"
+
+
 def test_first_values_are_those_that_the_constructor_means():
     built = build_module("plain_modules:plain_gpt", seed=1)
     shards = {
