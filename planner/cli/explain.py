@@ -131,7 +131,9 @@ def _what_if_lines(changed: "Changed") -> list[str]:
     lines.append(f"the best then:     {_outcome(changed.best)}")
     lines.append(f"                   {layout_words(changed.best.layout)}")
     if changed.threshold is not None:
-        lines.append(f"it is ahead of the plan's layout from {changed.threshold:.4g} on")
+        way = "upwards" if changed.new > changed.old else "downwards"
+        words = f"from {changed.threshold:.6g} {way}"
+        lines.append(f"it is ahead of the plan's layout, or that no longer fits, {words}")
     return lines
 
 

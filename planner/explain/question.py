@@ -1,14 +1,18 @@
 """One layout beside the plan's: `--why-not tp=8,pp=2`.
 
 Words are axis=value; axes that are not named stay as in the plan, data parallel follows from the
-GPUs and micro-batches from the batch.
+GPUs, micro-batches from the batch, and under full recomputation the fewest layers that fit are
+recomputed.
 """
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from planner.judge import Judgement, Verdict, judge
+from costmodels.memory import estimate_memory
+from planner.judge import Judgement, Verdict, judge, memory_verdict
 from planner.plan import Plan
+from planner.rules import violations
 
 AXES = {
     "dp": "data_parallel",
@@ -82,13 +86,31 @@ def _completed(plan: Plan, changes: dict[str, object]) -> Layout:
         layout = replace(layout, data_parallel=max(1, plan.cluster.num_gpus // others))
     per_forward = layout.data_parallel * layout.micro_batch_size
     shards = layout.data_parallel * layout.context_parallel
-    return replace(
+    layout = replace(
         layout,
         num_micro_batches=max(1, plan.job.global_batch_size // per_forward),
         zero_group=shards,
         sequence_parallel=layout.tensor_parallel > 1,
         layers_per_stage=split_layers(plan.model.num_layers, layout.num_stages),
     )
+    return layout if "recompute_layers" in changes else _least_recomputed(plan, layout)
+
+
+def _least_recomputed(plan: Plan, layout: Layout) -> Layout:
+    """Return a layout that recomputes the fewest layers per stage that fit, all where none do."""
+    every = replace(layout, recompute_layers=0)
+    inputs = (plan.model, plan.job, plan.cluster)
+    if layout.recompute is not Recompute.FULL or violations(*inputs, every):
+        return every
+
+    def fits(count: int) -> bool:
+        memory = estimate_memory(*inputs, replace(layout, recompute_layers=count))
+        return memory_verdict(memory, plan.cluster) is Verdict.FITS
+
+    # Memory falls with the number of recomputed layers.
+    counts = range(1, max(layout.layers_per_stage))
+    fewest = bisect_left(counts, x=True, key=fits)
+    return replace(layout, recompute_layers=counts[fewest]) if fewest < len(counts) else every
 
 
 def _choice(name: str, text: str) -> object:

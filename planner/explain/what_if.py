@@ -5,12 +5,13 @@
     gpus=128                          another cluster
 
 The search runs again with the new value. Where another layout wins, the value from which on it is
-ahead of the plan's is found by halving the interval between the old value and the new one; that
-holds for these two layouts, a third one may win in between.
+ahead of the plan's is found by halving the interval between the old value and the new one (sizes
+of the job are tried in steps); that holds for these two layouts, a third may win in between.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 from costmodels.hardware import Cluster, make_cluster
@@ -22,10 +23,12 @@ from planner.constraints import FREE, applicable
 from planner.explain.margins import refitted
 from planner.judge import Judgement, judge
 from planner.plan import Plan
+from planner.rules.rule import sequence_multiple
 from planner.search.ranking import search
 
 JOB_KEYS = ("seq_len", "global_batch_size")
 GPUS = "gpus"
+SIZES_TRIED = 16  # chosen: sizes of a job between the present one and the asked one
 MOST_HALVINGS = 20  # chosen: to a millionth of the interval
 
 
@@ -77,10 +80,11 @@ def what_if(plan: Plan, change: str) -> Changed:
     before = judge(plan.model, plan.job, plan.cluster, plan.layout)
     after = judge(plan.model, job, cluster, refitted(plan.layout, job, cluster))
     new = float(text)
-    moved = best is not None and after.runs and best.layout != after.layout
+    moved = best is not None and best.layout != after.layout
     threshold = None
-    if moved and best is not None and key not in (*JOB_KEYS, GPUS):
-        threshold = _threshold(plan, best.layout, old, new, inputs_at)
+    if moved and best is not None and key != GPUS:
+        found = _size_threshold if key in JOB_KEYS else _threshold
+        threshold = found(plan, best.layout, old, new, inputs_at)
     return Changed(
         key=key, old=old, new=new, before=before, after=after, best=best, threshold=threshold
     )
@@ -133,6 +137,31 @@ def _threshold(
         middle = (behind + ahead) / 2
         behind, ahead = (behind, middle) if is_ahead(middle) else (middle, ahead)
     return ahead
+
+
+def _size_threshold(
+    plan: Plan, best: Layout, old: float, new: float, inputs_at: Callable[[str], Inputs]
+) -> float | None:
+    """Return the first of some sizes, from the present one on, at which `best` is ahead.
+
+    Sizes of a job are whole numbers that both layouts have to divide, so they are tried one by one.
+    """
+    unit = lcm(*(one.data_parallel * one.micro_batch_size for one in (plan.layout, best)))
+    unit = lcm(unit, *(sequence_multiple(one) for one in (plan.layout, best)))
+    steps = (old + (new - old) * share / SIZES_TRIED for share in range(1, SIZES_TRIED))
+    sizes = dict.fromkeys(round(step / unit) * unit for step in steps)
+    low, high = sorted((old, new))
+    for size in (*(size for size in sizes if low < size < high), int(new)):
+        job, cluster = inputs_at(str(size))
+        ours, theirs = (
+            judge(plan.model, job, cluster, refitted(one, job, cluster))
+            for one in (plan.layout, best)
+        )
+        if theirs.time is None or not theirs.runs:
+            continue
+        if not ours.runs or ours.time is None or theirs.time.step_seconds < ours.time.step_seconds:
+            return float(size)
+    return None
 
 
 def _count(key: str, text: str) -> int:

@@ -100,6 +100,38 @@ def test_a_question_with_virtual_stages_interleaves(plan):
     assert asked.layers_per_stage == (8, 8, 8, 8)
 
 
+def test_a_question_recomputes_the_fewest_layers_that_fit(plan):
+    few = replace(
+        plan,
+        layout=replace(
+            plan.layout,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            data_parallel=16,
+            zero_stage=3,
+            zero_group=16,
+            num_micro_batches=4,
+            sequence_parallel=False,
+            recompute=Recompute.FULL,
+            recompute_layers=31,
+            layers_per_stage=(32,),
+        ),
+    )
+    asked = asked_layout(few, "pp=2,tp=2")  # 16 layers a stage: 31 of them would be illegal
+    assert asked.layers_per_stage == (16, 16)
+    assert 1 <= asked.recompute_layers < 16
+    assert judged(few).verdict is Verdict.FITS
+    assert why_not(few, "pp=2,tp=2")[1].verdict is Verdict.FITS
+    assert asked_layout(few, "recompute=none").recompute_layers == 0
+    assert asked_layout(few, "recompute=full,recompute_layers=5").recompute_layers == 5
+
+
+def test_a_size_of_the_job_says_from_where_on_another_layout_wins(plan):
+    changed = what_if(plan, "global_batch_size=16")
+    assert changed.best.layout != changed.after.layout
+    assert changed.threshold is None or 16 <= changed.threshold < 64
+
+
 def test_an_illegal_question_is_answered_with_the_rule(plan):
     ours, theirs = why_not(plan, "tp=16")
     assert theirs.verdict is Verdict.ILLEGAL
