@@ -29,10 +29,10 @@ MOST_NODES = 512  # chosen: more nodes than this are not suggested
 RELAXATIONS = (
     ("recompute", "recompute more (--recompute full)"),
     ("micro_batch_size", "a smaller micro-batch (--mbs 1)"),
+    ("context_parallel", "context parallelism (--cp)"),
     ("zero_stage", "more sharding (--zero 3)"),
     ("tensor_parallel", "another tensor parallel degree (--tp)"),
     ("pipeline_parallel", "another pipeline depth (--pp)"),
-    ("context_parallel", "context parallelism (--cp)"),
     ("expert_parallel", "another expert parallel degree (--ep)"),
     ("offload", "offload to host memory (--offload)"),
 )
