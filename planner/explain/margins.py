@@ -71,10 +71,11 @@ def margins(
 
 
 def _other_counts(cluster: Cluster) -> tuple[int, ...]:
-    """Return half (of whole nodes, rounded down) and twice the GPUs."""
-    node, half = cluster.gpus_per_node, cluster.num_gpus // 2
+    """Return half and twice the GPUs, above one node in whole nodes (down, and up)."""
+    node, half, twice = cluster.gpus_per_node, cluster.num_gpus // 2, 2 * cluster.num_gpus
     fewer = half if half <= node else half // node * node
-    return tuple(count for count in (fewer, 2 * cluster.num_gpus) if count)
+    more = twice if twice <= node else -(-twice // node) * node
+    return tuple(count for count in (fewer, more) if count)
 
 
 def _margin(change: str, value: int, said: Judgement, words: str) -> Margin:

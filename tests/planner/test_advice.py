@@ -116,7 +116,8 @@ def test_margins_are_what_estimate_says_of_the_changed_job():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "others"), [(1, {2}), (8, {4, 16}), (16, {8, 32}), (24, {8, 48}), (40, {16, 80})]
+    ("gpus", "others"),
+    [(1, {2}), (6, {3, 16}), (8, {4, 16}), (16, {8, 32}), (24, {8, 48}), (40, {16, 80})],
 )
 def test_other_counts_of_gpus_are_whole_nodes(gpus, others):
     model, job, cluster = inputs("60m", gpus, 240)
