@@ -1,5 +1,7 @@
 """What ranks hold, compared with one process: piece by piece, so that nothing is gathered."""
 
+import math
+
 import torch
 
 
@@ -17,7 +19,7 @@ def gradient_errors(states, mesh, reference):
             error = (bucket.gradients[segment.place] - expected).abs().max()
             scale = max(float(whole.abs().max()), 1e-3)
             name = segment.shard.name
-            errors[name] = max(errors.get(name, 0.0), float(error) / scale)
+            errors[name] = larger(errors.get(name, 0.0), float(error) / scale)
     return errors
 
 
@@ -28,13 +30,18 @@ def weight_errors(states, mesh, reference):
         for segment in bucket.segments:
             expected = piece_of(segment, reference[segment.shard.name], mesh)
             error = float((segment.master - expected).abs().max())
-            errors[segment.shard.name] = max(errors.get(segment.shard.name, 0.0), error)
+            errors[segment.shard.name] = larger(errors.get(segment.shard.name, 0.0), error)
     return errors
 
 
 def piece_of(segment, whole, mesh):
     """Cut from a whole tensor what a segment holds of it."""
     return segment.shard.of_rank(whole, mesh).reshape(-1)[segment.start : segment.stop]
+
+
+def larger(error, other):
+    """Return the larger of two errors; one that is no number is larger than any."""
+    return math.inf if math.isnan(error) or math.isnan(other) else max(error, other)
 
 
 def worst(errors):

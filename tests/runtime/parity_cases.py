@@ -1,29 +1,21 @@
-"""Models, layouts and the single-process truth of the parity suite.
-
-Layouts come from the planner's own space under the rules of the native runtime, so that whatever
-the search may choose is what is checked.
-"""
+"""Models, data and the single-process truth of the parity suite; how a layout is held to it."""
 
 import copy
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 
 import torch
-from parity import gradient_errors, sgd_step, weight_errors, worst
+from parity import gradient_errors, larger, sgd_step, weight_errors, worst
 from torch.nn import functional
 
-from costmodels.hardware import Cluster
 from costmodels.job import Precision, TrainingJob
-from costmodels.layout import Layout, Recompute, split_layers
+from costmodels.layout import Layout
 from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
-from costmodels.profile_toml import read_profile
-from planner.constraints import Constraints
-from planner.search.space import legal_table, space_of
 from runtime.capture import capture
 from runtime.context import context_share
 from runtime.data import share_of
 from runtime.executor import Executor
+from runtime.launch import run_ranks
 from runtime.lower import lower_captured, program_of
 from runtime.models import build_model
 from runtime.models.feed_forward import RoutedFeedForward
@@ -31,6 +23,8 @@ from runtime.ops.routing import Routing, choose
 from runtime.program import IGNORED_LABEL
 from runtime.zero import Precisions, ShardedStates
 
+TOLERANCE = 1e-5
+LAUNCH = 25  # layouts of one launch: graphs of more would crowd the memory of small machines
 # 16 tokens cut into two chunks for each of 4 context ranks, or of 2 with 2 of sequence parallelism.
 SEQ_LEN, BATCH, STEPS, RATE = 16, 32, 3, 0.1
 JOB = TrainingJob(seq_len=SEQ_LEN, global_batch_size=BATCH, precision=Precision.FP32)
@@ -247,79 +241,6 @@ def start(world, graph, layout, dtype=torch.float32):
     return mesh, states, Executor(program, mesh, states), program
 
 
-def layouts(name, num_ranks):
-    """Return every layout of a model on some ranks that the search may choose for the runtime.
-
-    Both nodes of all ranks and of half of them, which gives HSDP its smaller groups; four
-    micro-batches, and in some layouts eight; uneven stages too. Nothing is offloaded: on CPUs the
-    host is the device. Context degrees are asked for: unasked, no search splits so short sequences.
-    """
-    found = {}
-    for per_node in {num_ranks, max(num_ranks // 2, 1)}:
-        cluster = Cluster(
-            profile=read_profile("cpu-gloo"), num_gpus=num_ranks, gpus_per_node=per_node
-        )
-        asked = Constraints(runnable=True, offload=((),), context_parallel=(1, 2, 4))
-        table = legal_table(space_of(ALL[name], JOB, cluster, asked))
-        for row in range(len(table)):
-            if table.context_parallel[row] > 1 and row % 7:  # three kinds of it: a sample is enough
-                continue
-            if table.num_micro_batches[row] == 4 or (
-                table.num_micro_batches[row] == 8 and row % 4 == 0
-            ):
-                layout = _with_layers(table, row)
-                found[layout] = None
-    return list(found)
-
-
-def _with_layers(table, row):
-    stages = int(table.pipeline_parallel[row] * table.stages_per_rank[row])
-    layers = split_layers(8, stages)
-    if stages == 2 and row % 2:
-        layers = (3, 5)
-    full = table.recompute[row] == list(Recompute).index(Recompute.FULL)
-    return table.layout(row, layers, int(full and row % 3 == 0 and min(layers)))
-
-
-def _pairs_of_everything(pairs):
-    return pairs
-
-
-def pairs_of_experts(pairs):
-    """Keep the pairs in which experts are spread."""
-    spread = ("ep", "etp")
-    return {pair for pair in pairs if any(key in spread and size > 1 for key, size in pair)}
-
-
-def pairwise(candidates, about=_pairs_of_everything):
-    """Return a small subset in which every pair of choices of the candidates still occurs."""
-    waiting = {layout: about(_pairs(layout)) for layout in candidates}
-    missing, chosen = set().union(*waiting.values()) if waiting else set(), []
-    while missing:
-        best = max(waiting, key=lambda layout: len(waiting[layout] & missing))
-        chosen.append(best)
-        missing -= waiting.pop(best)
-    return chosen
-
-
-def _pairs(layout):
-    choices = {
-        "tp": layout.tensor_parallel,
-        "dp": layout.data_parallel,
-        "pp": layout.pipeline_parallel,
-        "vpp": layout.stages_per_rank,
-        "zero": layout.zero_stage,
-        "group": layout.zero_group,
-        "schedule": layout.schedule,
-        "recompute": (layout.recompute, layout.recompute_layers > 0),
-        "sp": layout.sequence_parallel,
-        "cp": (layout.context_parallel, layout.context_parallel_type),
-        "ep": layout.expert_parallel,
-        "etp": layout.expert_tensor_parallel,
-    }
-    return set(combinations(choices.items(), 2))
-
-
 def sgd_errors(world, name, graph, layout):
     """Return the worst error of each kind over the steps, against one process."""
     mesh, states, executor, _ = start(world, graph, layout, dtype_of(name))
@@ -339,7 +260,7 @@ def sgd_errors(world, name, graph, layout):
             ("gradient", gradient),
             ("update", update),
         ):
-            worst_of[kind] = max(worst_of[kind], error)
+            worst_of[kind] = larger(worst_of[kind], error)
     return worst_of
 
 
@@ -354,8 +275,33 @@ def _worst_update(states, mesh, before, truth):
         after = truth.weights[key]
         rounding = 2 * STEPS * torch.finfo(after.dtype).eps * float(after.abs().max())
         moved = float((after - before[key]).abs().max())
-        worst_error = max(worst_error, (error - rounding) / max(moved, 1e-3))
+        worst_error = larger(worst_error, (error - rounding) / max(moved, 1e-3))
     return worst_error
+
+
+def check(name, num_ranks, cases, timeout=1800):
+    """Hold layouts to one process, many in one launch; return their worst error of each kind.
+
+    Gradients and updates are judged by the largest entry of their tensor.
+    """
+    worst_of = []
+    sgd_truth(name)  # before the ranks fork, which then share it
+    for first in range(0, len(cases), LAUNCH):
+        part = cases[first : first + LAUNCH]
+        graphs = [lowered(name, layout) for layout in part]
+
+        def work(world, part=part, graphs=graphs):
+            return [
+                sgd_errors(world, name, graph, layout)
+                for layout, graph in zip(part, graphs, strict=True)
+            ]
+
+        results = run_ranks(work, num_ranks, timeout=timeout)
+        for layout, *errors in zip(part, *results, strict=True):
+            kinds = {kind: max(error[kind] for error in errors) for kind in errors[0]}
+            assert max(kinds.values()) < TOLERANCE, (describe(layout), kinds)
+            worst_of.append(kinds)
+    return worst_of
 
 
 def describe(layout: Layout):

@@ -5,7 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from parity_cases import BATCH, MODELS, SEQ_LEN, layouts, lowered, own_batches, start
+from parity_cases import ALL, BATCH, SEQ_LEN, dtype_of, lowered, own_batches, start
+from parity_space import layouts
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -24,12 +25,12 @@ class Run:
     """A rank of a run: trains, saves and loads."""
 
     def __init__(self, world, name, graph, layout, folder, *, settings=ADAMW, **options):
-        self.mesh, self.states, self.executor, program = start(world, graph, layout)
+        self.mesh, self.states, self.executor, program = start(world, graph, layout, dtype_of(name))
         self.optimizer = ShardedOptimizer(self.states, settings)
         self.parts = (self.states, self.optimizer, buffers_of(program))
         self.batch = own_batches(name, self.mesh)
         samples = Samples(source="suite", seed=0, seq_len=SEQ_LEN, global_batch_size=BATCH)
-        record = RunRecord(num_steps=0, model=MODELS[name], optimizer=settings, samples=samples)
+        record = RunRecord(num_steps=0, model=ALL[name], optimizer=settings, samples=samples)
         group = world.host_group()
         self.checkpoints = Checkpoints(folder, self.mesh, group, record, **options)
 

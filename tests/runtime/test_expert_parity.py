@@ -1,76 +1,38 @@
 """Layouts that spread experts compute what one process computes, balance loss included.
 
 Models: softmax top-k on plain attention in fp32; sigmoid scores with a correction and groups, dense
-first layers, an always-on expert and latent attention in fp64. The default run takes layouts in
-which every pair with an expert axis occurs; `pytest -m matrix` runs all of the space.
+first layers, an always-on expert and latent attention in fp64. Every pair of choices with an
+expert axis occurs on up to four ranks; test_parity_matrix.py runs more.
 """
 
 import pytest
 import torch
 from parity import gradient_errors, worst
-from parity_cases import (
-    EXPERTS,
-    describe,
-    layouts,
-    lowered,
-    own_batches,
-    pairs_of_experts,
-    pairwise,
-    sgd_errors,
-    sgd_truth,
-    start,
-)
+from parity_cases import EXPERTS, TOLERANCE, lowered, own_batches, sgd_truth, start
+from parity_space import cost, cover, layouts, share_of_model
 
 from costmodels.layout import Layout
 from runtime import collectives
 from runtime.launch import run_ranks
 from runtime.ops import traffic
 
-TOLERANCE = 1e-5
-LAUNCH = 25  # layouts of one launch, as in test_parity
 
-
-def check(name, num_ranks, cases):
-    sgd_truth(name)
-    for first in range(0, len(cases), LAUNCH):
-        part = cases[first : first + LAUNCH]
-        graphs = [lowered(name, layout) for layout in part]
-
-        def work(world, part=part, graphs=graphs):
-            return [
-                sgd_errors(world, name, graph, layout)
-                for layout, graph in zip(part, graphs, strict=True)
-            ]
-
-        for rank, errors in enumerate(run_ranks(work, num_ranks, timeout=900)):
-            assert len(errors) == len(part)
-            for layout, kinds in zip(part, errors, strict=True):
-                assert max(kinds.values()) < TOLERANCE, (rank, describe(layout), kinds)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", EXPERTS)
-def test_layouts_that_cover_every_pair_with_experts_equal_one_process(name, num_ranks):
+def test_layouts_that_cover_every_pair_with_experts_equal_one_process(
+    name, num_ranks, equal_one_process
+):
     candidates = layouts(name, num_ranks)
-    cases = pairwise(candidates, pairs_of_experts) if num_ranks > 1 else candidates[:4]
-    assert cases
-    turn = list(EXPERTS).index(name) if num_ranks > 2 else 0  # larger worlds share the pairs
-    check(name, num_ranks, cases[turn :: len(EXPERTS)] if num_ranks > 2 else cases)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("name", EXPERTS)
-def test_every_layout_that_spreads_experts_equals_one_process(name, num_ranks):
-    check(
-        name,
-        num_ranks,
-        [
-            layout
-            for layout in layouts(name, num_ranks)
-            if layout.expert_parallel * layout.expert_tensor_parallel > 1
-        ],
+    cases = cover(candidates, experts_only=True) if num_ranks > 1 else candidates[:4]
+    equal_one_process(
+        name, num_ranks, share_of_model(EXPERTS, name, cases) if num_ranks > 2 else cases
     )
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek", marks=pytest.mark.matrix)])
+def test_some_layouts_of_eight_ranks_with_experts_equal_one_process(name, equal_one_process):
+    quick = [layout for layout in cover(layouts(name, 8), experts_only=True) if cost(layout) <= 16]
+    equal_one_process(name, 8, share_of_model(EXPERTS, name, quick)[::4])
 
 
 SPREAD = Layout(

@@ -2,8 +2,8 @@
 
 Three steps from the same weights and data: loss, every gradient and every update within 1e-5 (of
 the tensor's largest entry) in fp32 under SGD, weights within 1e-9 in float64 under AdamW. One
-launch runs many layouts. The default run takes layouts in which every pair of choices occurs;
-`pytest -m matrix tests/runtime/test_parity.py` runs them all.
+launch runs many layouts. Here every pair of choices occurs on up to four ranks, and a few layouts
+have eight; test_parity_matrix.py runs them all.
 """
 
 import pytest
@@ -12,18 +12,17 @@ from parity import gradient_errors, weight_errors, worst
 from parity_cases import (
     MODELS,
     STEPS,
+    TOLERANCE,
     build_reference,
     describe,
-    layouts,
     lowered,
     micro_batches,
     own_batches,
-    pairwise,
     reference_loss,
-    sgd_errors,
     sgd_truth,
     start,
 )
+from parity_space import cost, cover, layouts, share_of_model
 from torch.nn import functional
 
 from costmodels.job import Optimizer
@@ -33,42 +32,25 @@ from runtime.launch import run_ranks
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate
 from runtime.program import IGNORED_LABEL
 
-TOLERANCE = 1e-5
-LAUNCH = 25  # layouts of one launch: graphs of more would crowd the memory of small machines
 
-
-def check(name, num_ranks, cases):
-    for first in range(0, len(cases), LAUNCH):
-        part = cases[first : first + LAUNCH]
-        sgd_truth(name)
-        graphs = [lowered(name, layout) for layout in part]
-
-        def work(world, part=part, graphs=graphs):
-            return [
-                sgd_errors(world, name, graph, layout)
-                for layout, graph in zip(part, graphs, strict=True)
-            ]
-
-        results = run_ranks(work, num_ranks, timeout=600)
-        for rank, errors in enumerate(results):
-            assert len(errors) == len(part)
-            for layout, kinds in zip(part, errors, strict=True):
-                assert max(kinds.values()) < TOLERANCE, (rank, describe(layout), kinds)
-
-
-# Eight ranks take minutes on two cores: they belong to the matrix.
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_layouts_that_cover_every_pair_of_choices_equal_one_process(name, num_ranks):
-    turn = list(MODELS).index(name)  # each layout meets one of the models
-    cases = pairwise(layouts(name, num_ranks))[turn :: len(MODELS)]
-    assert cases
-    check(name, num_ranks, cases)
+def test_layouts_that_cover_every_pair_of_choices_equal_one_process(
+    name, num_ranks, equal_one_process
+):
+    equal_one_process(
+        name, num_ranks, share_of_model(MODELS, name, cover(layouts(name, num_ranks)))
+    )
+
+
+def test_some_layouts_of_eight_ranks_equal_one_process(equal_one_process):
+    quick = [layout for layout in cover(layouts("qwen3-tied", 8)) if cost(layout) <= 8]
+    equal_one_process("qwen3-tied", 8, quick[::8])
 
 
 def test_adamw_in_float64_equals_torch_within_1e_9():
     name, num_ranks = "qwen2-untied", 4
-    cases = pairwise(layouts(name, num_ranks))[::4]
+    cases = cover(layouts(name, num_ranks))[::4]
     graphs = [lowered(name, layout, torch.float64) for layout in cases]
     truths = adamw_truth(name)
 
@@ -206,11 +188,3 @@ LOCAL = {
     "vocab_parallel_embedding": _own_rows,
     "vocab_parallel_cross_entropy": _own_columns,
 }
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layout_of_the_space_equals_one_process(name, num_ranks):
-    turn = list(MODELS).index(name)
-    check(name, num_ranks, layouts(name, num_ranks)[turn :: len(MODELS)])

@@ -4,7 +4,7 @@ import lowering_models as small
 import pytest
 import torch
 from parity import gradient_errors, worst
-from parity_cases import describe, lowered, own_batches, sgd_errors, sgd_truth, start
+from parity_cases import TOLERANCE, lowered, own_batches, sgd_truth, start
 
 from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule
 from runtime.launch import run_ranks
@@ -16,7 +16,6 @@ from runtime.ops.ulysses_attention import to_heads, to_tokens
 from runtime.passes.pipeline import LoweringContext, all_nodes
 from runtime.passes.split_context import split_context
 
-TOLERANCE = 1e-5
 RING, ULYSSES, ALL_GATHER = ContextParallelType
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -151,22 +150,11 @@ MODEL_OF = {RING: "qwen2-untied", ULYSSES: "gpt2-tied", ALL_GATHER: "qwen3-tied"
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("kind", ContextParallelType)
-def test_a_split_context_equals_one_process(kind, num_ranks):
-    name = MODEL_OF[kind]
+def test_a_split_context_equals_one_process(kind, num_ranks, equal_one_process):
     plans = [layout(context_parallel_type=kind, **changes) for changes in PARTNERS.values()]
     plans = [plan for plan in plans if plan.num_gpus == num_ranks]
     assert len(plans) >= 4
-    sgd_truth(name)
-    graphs = [lowered(name, plan) for plan in plans]
-
-    def work(world):
-        return [
-            sgd_errors(world, name, graph, plan) for plan, graph in zip(plans, graphs, strict=True)
-        ]
-
-    for rank, errors in enumerate(run_ranks(work, num_ranks, timeout=600)):
-        for plan, kinds in zip(plans, errors, strict=True):
-            assert max(kinds.values()) < TOLERANCE, (rank, describe(plan), kinds)
+    equal_one_process(MODEL_OF[kind], num_ranks, plans)
 
 
 @pytest.mark.parametrize("kind", ContextParallelType)

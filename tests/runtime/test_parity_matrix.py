@@ -1,0 +1,54 @@
+"""The parity matrix: every layout of the search's space on up to eight ranks, hours of processors.
+
+pytest -m matrix tests/runtime/test_parity_matrix.py --junitxml=matrix.xml
+python tests/runtime/parity_table.py matrix.xml
+
+Dense models: all layouts. Models with experts: all that spread them on up to four ranks, on eight
+a cover of all triples of choices (all would be nine thousand). Parts are in the order of what they
+add: the first ones hold a cover of all pairs, the next one of all triples.
+"""
+
+from math import ceil
+
+import pytest
+from parity_cases import EXPERTS, MODELS
+from parity_space import by_importance, layouts, share_of_model, spreads_experts
+
+pytestmark = pytest.mark.matrix
+
+DENSE_PARTS = {1: 1, 2: 1, 4: 4, 8: 24}
+EXPERT_PARTS = {2: 1, 4: 12, 8: 6}
+
+
+def numbered(parts):
+    return [
+        pytest.param(ranks, part, id=f"{ranks}-part{part}")
+        for ranks, count in parts.items()
+        for part in range(count)
+    ]
+
+
+def part_of(cases, part, count):
+    size = ceil(len(cases) / count)
+    return cases[part * size : (part + 1) * size]
+
+
+@pytest.mark.parametrize(("num_ranks", "part"), numbered(DENSE_PARTS))
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_of_the_space_equals_one_process(name, num_ranks, part, equal_one_process):
+    covering, others = by_importance(layouts(name, num_ranks))
+    cases = part_of(covering + others, part, DENSE_PARTS[num_ranks])
+    own = share_of_model(MODELS, name, cases)
+    equal_one_process(name, num_ranks, own)
+
+
+@pytest.mark.parametrize(("num_ranks", "part"), numbered(EXPERT_PARTS))
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_layout_that_spreads_experts_equals_one_process(
+    name, num_ranks, part, equal_one_process
+):
+    spread = [layout for layout in layouts(name, num_ranks) if spreads_experts(layout)]
+    covering, others = by_importance(spread, experts_only=True)
+    cases = covering if num_ranks == 8 else covering + others
+    own = share_of_model(EXPERTS, name, part_of(cases, part, EXPERT_PARTS[num_ranks]))
+    equal_one_process(name, num_ranks, own)
