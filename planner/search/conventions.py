@@ -161,6 +161,19 @@ def _on_free_axes(axes: Axes) -> tuple[Rule, ...]:
                 | (case.table.expert_tensor_parallel == case.table.tensor_parallel)
             ),
         ),
+        "offload": _rule(
+            "processors_offload_nothing",  # their device memory is the host's
+            ("offload_optimizer", "offload_parameters", "offload_activations"),
+            lambda case: (
+                (case.cluster.profile.generation != "cpu")
+                | (
+                    case.table.offload_optimizer
+                    + case.table.offload_parameters
+                    + case.table.offload_activations
+                    == 0
+                )
+            ),
+        ),
         "stages_per_rank": _rule(
             "stages_spread_evenly",
             ("pipeline_parallel", "stages_per_rank"),
