@@ -24,14 +24,14 @@ from costmodels.collective_costs import exposed_seconds
 from costmodels.estimate import stragglers
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import AXES, Layout, Recompute, Schedule
+from costmodels.layout import AXES, Recompute, Schedule
 from costmodels.layout_costs import (
     FULL_CODE,
     LayoutCosts,
     layout_costs,
     rank_state_seconds,
 )
-from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable, table_of
+from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import overlap_of, passes_beside
 from costmodels.pipeline_bound import (
@@ -163,28 +163,15 @@ def open_lower_bound(
     return bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AroundPipeline:
-    """What every split of one layout adds to its pipeline: step >= (makespan + once) * stretch."""
-
-    once: float
-    stretch: float
-
-
-def around_pipeline(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
-) -> AroundPipeline:
-    """Return what no split of a layout's layers changes of its step, at its least."""
-    table = table_of([layout])
-    costs = layout_costs(model, job, cluster, table, layout.recompute_modules)
-    once, stretch = around_rows(model, job, cluster, table, costs)
-    return AroundPipeline(once=float(once[0]), stretch=stretch)
-
-
 def around_rows(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable, costs: LayoutCosts
 ) -> tuple[Values, float]:
-    """Return `once` and `stretch` of every layout of a table, from its costs."""
+    """Return what every split of each layout adds to its pipeline, at its least.
+
+    Returns:
+        `once` and `stretch`: step >= (makespan + once) * stretch.
+
+    """
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
     rest = _rest(job, costs, counts, block_totals(costs, counts), table)
     once = rest + cluster.profile.calibration["step_overhead"]

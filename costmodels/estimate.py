@@ -13,13 +13,21 @@ import math
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
-from costmodels.layout_costs import BlockTimes, layout_costs, rank_state_seconds
+from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
 from costmodels.layout_table import table_of
 from costmodels.model import ModelSpec
 from costmodels.overlap import overlap_of
 from costmodels.parameters import model_flops_per_token
 from costmodels.stage_costs import BlockSeconds, StageCosts
-from costmodels.stages import rank_rest, run_pipeline, stage_hops, stages_of
+from costmodels.stages import (
+    Pipeline,
+    Rest,
+    StageBlock,
+    rank_rest,
+    run_pipeline,
+    stage_hops,
+    stages_of,
+)
 from costmodels.step_terms import local_term, pipeline_terms, rest_terms, work_terms
 from costmodels.terms import TimeEstimate
 
@@ -42,17 +50,7 @@ def estimate_time(
     """
     costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
     hops = stage_hops(layout, costs)
-    stages = stages_of(model, layout, costs)
-    pipeline = run_pipeline(job, layout, stages, hops)
-    ranks = [
-        [block for stage in layout.stages_of_rank(rank) for block in stages[stage]]
-        for rank in range(layout.pipeline_parallel)
-    ]
-    overlap = overlap_of(job)
-    rest = max(
-        (rank_rest(blocks, layout, costs, overlap) for blocks in ranks),
-        key=lambda candidate: candidate.exposed,
-    )
+    pipeline, ranks, rest = _run(model, job, layout, costs)
     slowest = max(range(len(ranks)), key=lambda rank: pipeline.busy[rank])
     constants = cluster.profile.calibration
     terms = [
@@ -77,7 +75,52 @@ def estimate_time(
     )
 
 
-def stage_costs(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout) -> StageCosts:
+def step_seconds(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout, costs: LayoutCosts
+) -> float:
+    """Return the seconds of `estimate_time` without its terms, equal up to rounding.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        cluster: The machine.
+        layout: How it is spread; legal.
+        costs: Of the layout alone, whatever its split and its number of recomputed layers.
+
+    Raises:
+        ValueError: The schedule does not admit the layout's shape.
+
+    """
+    pipeline, _, rest = _run(model, job, layout, costs)
+    before = pipeline.makespan + rest.exposed + cluster.profile.calibration["step_overhead"]
+    return before * (1 + stragglers(cluster))
+
+
+def _run(
+    model: ModelSpec, job: TrainingJob, layout: Layout, costs: LayoutCosts
+) -> tuple[Pipeline, list[list[StageBlock]], Rest]:
+    """Return the simulated pipeline, each rank's blocks, and what the slowest does once."""
+    stages = stages_of(model, layout, costs)
+    pipeline = run_pipeline(job, layout, stages, stage_hops(layout, costs))
+    ranks = [
+        [block for stage in layout.stages_of_rank(rank) for block in stages[stage]]
+        for rank in range(layout.pipeline_parallel)
+    ]
+    overlap = overlap_of(job)
+    rest = max(
+        (rank_rest(blocks, layout, costs, overlap) for blocks in ranks),
+        key=lambda candidate: candidate.exposed,
+    )
+    return pipeline, ranks, rest
+
+
+def stage_costs(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    layout: Layout,
+    costs: LayoutCosts | None = None,
+) -> StageCosts:
     """Return seconds per block of a layout, whatever its partition of layers.
 
     Args:
@@ -85,9 +128,11 @@ def stage_costs(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: La
         job: What is trained per step.
         cluster: The machine.
         layout: Its degrees and choices; `layers_per_stage` does not matter.
+        costs: Of the layout alone, where they are known.
 
     """
-    costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
+    if costs is None:
+        costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
 
     def seconds(times: BlockTimes) -> BlockSeconds:
         reduce, gather, update = rank_state_seconds(costs.states, times.weights)

@@ -30,14 +30,24 @@ from costmodels.stage_memory import EndMemory, LayerMemory, StageMemory
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryEstimate, MemoryParts
 
-__all__ = ["estimate_memory", "memory_lower_bound", "reserved_interval", "stage_memory"]
+__all__ = [
+    "blocks_of_layout",
+    "estimate_memory",
+    "memory_lower_bound",
+    "reserved_interval",
+    "stage_memory",
+]
 
 STATES_SPREAD = 0.02  # chosen: padding, unlisted buffers
 MOVING_SPREAD = 0.3  # fitted: 80 % of 169 measured peaks lie inside (see reserved_interval)
 
 
 def estimate_memory(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    layout: Layout,
+    blocks: BlockMemory | None = None,
 ) -> MemoryEstimate:
     """Return the memory of one layout: every pipeline rank by part, host memory, load-time peak.
 
@@ -46,12 +56,14 @@ def estimate_memory(
         job: What is trained.
         cluster: Where.
         layout: A legal layout; its layers_per_stage names each stage's layers.
+        blocks: Of the layout alone, whatever its split, where they are known.
 
     Raises:
         ValueError: A recompute module is unknown.
 
     """
-    blocks = block_memory(model, job, cluster, table_of([layout]), layout.recompute_modules)
+    if blocks is None:
+        blocks = blocks_of_layout(model, job, cluster, layout)
     moments = rank_moments(layout)
     ranks = tuple(
         _reserved(
@@ -139,8 +151,19 @@ def reserved_interval(parts: MemoryParts) -> tuple[float, float]:
     return parts.reserved - width, parts.reserved + width
 
 
-def stage_memory(
+def blocks_of_layout(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
+) -> BlockMemory:
+    """Return the bytes of a layout's blocks, the same for every split of its layers."""
+    return block_memory(model, job, cluster, table_of([layout]), layout.recompute_modules)
+
+
+def stage_memory(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    layout: Layout,
+    blocks: BlockMemory | None = None,
 ) -> StageMemory:
     """Return the reserved bytes of a layout's blocks, for the partition solver.
 
@@ -149,9 +172,11 @@ def stage_memory(
         job: What is trained.
         cluster: Where.
         layout: A layout; its layers_per_stage and recompute_layers are not read.
+        blocks: Its blocks, where they are known.
 
     """
-    blocks = block_memory(model, job, cluster, table_of([layout]), layout.recompute_modules)
+    if blocks is None:
+        blocks = blocks_of_layout(model, job, cluster, layout)
     grown = 1 + fragmentation_fraction(job, cluster)
     stays = 0.0 if Offload.ACTIVATIONS in layout.offload else grown
     by_kind = {

@@ -4,10 +4,13 @@ With one stage per rank, a rank r with n layers of the main kind scores (see `sc
 
     gpipe, 1f1b    way + n (a W - b_r F) + ends_r + m R min(k, n)     way = T + 2 c
     zero-bubble    the same with                                      way = sum of all F
+              or n (a W - b_r F - d_r V) + ...   with                 way = T - all V + 2 c
 
 W and F are seconds of a layer (F its forward), R what recomputing it adds, m micro-batches; a = m -
-1, b_r = 0 (gpipe) or min(m, p - r) - 1 (1f1b), or a = m and b_r = min(m, p - r) (zero-bubble). A
-score S leaves each rank room for so many whole layers, and memory for no more than `StageRooms`
+1, b_r = 0 (gpipe) or min(m, p - r) - 1 (1f1b), or a = m and b_r = min(m, p - r) (zero-bubble). Its
+second line ends with input gradients: a and b_r are those of 1f1b, V are weight gradients, and d_r
+= min(m - 1, r) of them are put off (-1 on rank 0, whose last one ends the step). A score S leaves
+each rank room for so many whole layers, and memory for no more than `StageRooms`
 says. Where these do not sum to all layers, no split scores S. Halving finds the largest such S.
 """
 
@@ -20,9 +23,9 @@ from costmodels.bounds import around_rows
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Schedule
-from costmodels.layout_costs import LayoutCosts, layout_costs
+from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs
 from costmodels.layout_table import SCHEDULES, LayoutTable
-from costmodels.model import ModelSpec
+from costmodels.model import LayerKind, ModelSpec
 from costmodels.pipeline_bound import block_totals, main_kind
 from costmodels.stage_room import RoomGroup, StageRooms, stage_rooms
 
@@ -86,10 +89,6 @@ class SplitBound:
     scores: tuple[_Scores, ...]
     once: Values
     stretch: float
-
-    def fullest(self, most_recomputed: Values) -> Values:
-        """See `StageRooms.fullest`."""
-        return self.rooms.fullest(most_recomputed)
 
     def seconds(
         self, least_recomputed: Values, most_recomputed: Values, below: Values, above: float
@@ -164,25 +163,79 @@ def _scores(model: ModelSpec, costs: LayoutCosts, table: LayoutTable, group: Roo
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
     main, totals = main_kind(costs, counts, table), block_totals(costs, counts)
     pipeline = int(table.pipeline_parallel[rows[0]])
+    ranks = np.arange(pipeline)[None, :]
     m = table.num_micro_batches[rows].astype(np.float64)[:, None]
-    ahead = np.minimum(m, pipeline - np.arange(pipeline)[None, :])
+    ahead = np.minimum(m, pipeline - ranks)
     schedule = table.schedule[rows][:, None]
     is_zero_bubble, is_gpipe = schedule == _ZERO_BUBBLE, schedule == _GPIPE
-    times = np.where(is_zero_bubble, m, m - 1)
-    spared = np.where(is_gpipe, 0.0, np.where(is_zero_bubble, ahead, ahead - 1))
-
-    def score(total: Values, forward: Values) -> Values:
-        of_rank: Values = times * total[rows][:, None] - spared * forward[rows][:, None]
-        return of_rank
-
-    every = totals.forward + totals.backward_input + totals.backward_weight
-    way = every[rows] + 2 * costs.hops.way[rows]
-    fixed = np.where(is_zero_bubble, totals.forward[rows][:, None], way[:, None])
-    fixed = np.repeat(fixed, pipeline, axis=1)
-    fixed[:, 0] += score(costs.embedding.total, costs.embedding.forward)[:, 0]
-    fixed[:, -1] += score(costs.head.total, costs.head.forward)[:, -1]
+    forward, weight = totals.forward[rows][:, None], totals.backward_weight[rows][:, None]
+    every = forward + totals.backward_input[rows][:, None] + weight
+    way = every + 2 * costs.hops.way[rows][:, None]
+    first = _WaysOfRanks(
+        fixed=np.where(is_zero_bubble, forward, way),
+        times=np.where(is_zero_bubble, m, m - 1),
+        spared=np.where(is_gpipe, 0.0, np.where(is_zero_bubble, ahead, ahead - 1)),
+        late=np.zeros((1, 1)),
+    )
+    # Rank 0 puts off no weight gradient, and its last one ends the step.
+    late = np.where(ranks == 0, -1.0, np.minimum(m - 1, ranks))
+    second = _WaysOfRanks(fixed=way - weight, times=m - 1, spared=ahead - 1, late=late)
+    alike = [times for kind, times in costs.layers if kind.has_experts == _most(counts)]
+    ends = (costs.embedding, costs.head)
+    scores = [ways.scores(rows, alike, ends, pipeline) for ways in (first, second)]
+    evenly = max(counts.values()) / pipeline
+    longer = is_zero_bubble & (
+        scores[1][0] + evenly * scores[1][1] > scores[0][0] + evenly * scores[0][1]
+    )
     # A layer of the other kind in place of a recomputed one brings its own work along.
     other = np.minimum(main.again, main.other_again + np.minimum(main.other, 1e9))
     return _Scores(
-        layer=score(main.total, main.forward), fixed=fixed, redone=m * other[rows][:, None]
+        layer=np.where(longer, scores[1][1], scores[0][1]),
+        fixed=np.where(longer, scores[1][0], scores[0][0]),
+        redone=m * other[rows][:, None],
     )
+
+
+def _most(counts: dict[LayerKind, int]) -> bool:
+    """Whether most layers have experts."""
+    return sum(n if kind.has_experts else -n for kind, n in counts.items()) > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WaysOfRanks:
+    """One way through the pipeline per rank: what it counts of each block there.
+
+    Attributes:
+        fixed: Seconds whatever the split.
+        times: How often a block's work counts.
+        spared: Forwards that do not count.
+        late: Weight gradients that do not count.
+
+    """
+
+    fixed: Values
+    times: Values
+    spared: Values
+    late: Values
+
+    def scores(
+        self,
+        rows: NDArray[np.int64],
+        layers: list[BlockTimes],
+        ends: tuple[BlockTimes, BlockTimes],
+        pipeline: int,
+    ) -> tuple[Values, Values]:
+        """Return what each rank scores without layers, and with one more: [rows, ranks]."""
+
+        def of(block: BlockTimes) -> Values:
+            score: Values = (
+                self.times * block.total[rows][:, None]
+                - self.spared * block.forward[rows][:, None]
+                - self.late * block.backward_weight[rows][:, None]
+            )
+            return np.broadcast_to(score, (len(rows), pipeline))
+
+        fixed = np.repeat(self.fixed, pipeline, axis=1)
+        fixed[:, 0] += of(ends[0])[:, 0]
+        fixed[:, -1] += of(ends[1])[:, -1]
+        return fixed, np.minimum.reduce([of(layer) for layer in layers])

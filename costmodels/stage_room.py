@@ -146,8 +146,12 @@ def _bytes(
 def _besides(kept: BlockBytes, rows: NDArray[np.int64], in_flight: Column) -> Column:
     """Return what each rank holds besides its layers: [rows, ranks]."""
     besides = np.repeat(kept.layer_moment[rows][:, None], in_flight.shape[1], axis=1)
+    besides[:, :-1] += in_flight[:, :-1] * kept.boundary[rows][:, None]
     besides[:, 0] += kept.embedding[rows]
-    besides[:, -1] += kept.head[rows] + in_flight[:, -1] * kept.head_kept[rows]
+    last = in_flight[:, -1]
+    besides[:, -1] = np.maximum(besides[:, -1], kept.head_moment[rows]) + kept.head[rows]
+    besides[:, -1] += last * kept.head_kept[rows]
+    besides[:, -1] += np.maximum(last - 1, 0) * kept.logits_kept[rows]
     return besides
 
 

@@ -7,8 +7,9 @@ another one in its place. Bounds hold for tables, exact answers are for one layo
     seconds_bound      what no split of a layout's layers goes below
     memory_bound       the same for the bytes of the fullest rank
     split_bound        time and memory together, where any split is considered
+    rooms              layers that ranks have room for
     least_recomputed   layers per stage that full recomputation must redo to fit
-    seconds, memory    exact
+    memory, priced     exact
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.bounds import open_lower_bound, time_lower_bound
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
@@ -30,8 +30,9 @@ from costmodels.pipeline_bound import SplitLimits
 from costmodels.recompute_bound import least_recomputed_layers
 from costmodels.reference_bound import Reference, reference_bound, reference_of
 from costmodels.split_bound import SplitBound, split_bound
+from costmodels.stage_room import StageRooms, stage_rooms
 from costmodels.terms import MemoryEstimate
-from planner.search.stage_problem import ScoredProblem, scored_problem
+from planner.search.priced import PricedLayout
 
 Values = NDArray[np.float64]
 
@@ -68,6 +69,9 @@ class Costs(Protocol):
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """Return layers per stage to recompute so that a rank may fit `limit` bytes; inf: never."""
 
+    def rooms(self, table: LayoutTable, limit: float) -> StageRooms:
+        """Return how many layers the ranks of layouts have room for."""
+
     def split_bound(self, table: LayoutTable, limit: float) -> SplitBound:
         """Return the bounds of time under a memory limit, over all splits of one stage per rank."""
 
@@ -82,11 +86,8 @@ class Costs(Protocol):
     def memory(self, layout: Layout) -> MemoryEstimate:
         """Return the exact memory of one layout."""
 
-    def seconds(self, layout: Layout) -> float:
-        """Return the exact seconds of one layout."""
-
-    def stage_problem(self, layout: Layout, limit: float) -> ScoredProblem:
-        """Return the problem of splitting a layout's layers under a memory limit in bytes."""
+    def priced(self, layout: Layout) -> PricedLayout:
+        """Return the exact models of one layout, for any of its splits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,10 @@ class ModelCosts:
             self.model, self.job, self.cluster, table, limit=limit, even_chunks=self.even_chunks
         )
 
+    def rooms(self, table: LayoutTable, limit: float) -> StageRooms:
+        """See Costs."""
+        return stage_rooms(self.model, self.job, self.cluster, table, limit=limit)
+
     def split_bound(self, table: LayoutTable, limit: float) -> SplitBound:
         """See Costs."""
         return split_bound(self.model, self.job, self.cluster, table, limit=limit)
@@ -167,10 +172,6 @@ class ModelCosts:
         """See Costs."""
         return estimate_memory(self.model, self.job, self.cluster, layout)
 
-    def seconds(self, layout: Layout) -> float:
+    def priced(self, layout: Layout) -> PricedLayout:
         """See Costs."""
-        return estimate_time(self.model, self.job, self.cluster, layout).step_seconds
-
-    def stage_problem(self, layout: Layout, limit: float) -> ScoredProblem:
-        """See Costs."""
-        return scored_problem(self.model, self.job, self.cluster, layout, limit)
+        return PricedLayout(model=self.model, job=self.job, cluster=self.cluster, layout=layout)

@@ -26,31 +26,10 @@ from itertools import accumulate, pairwise
 
 from ortools.sat.python import cp_model
 
-from planner.search.stage_problem import StageProblem
+from planner.search.stage_problem import StageProblem, StageSolution, largest_score
 
-Split = tuple[int, ...]
 SEED = 7
 DETERMINISTIC_SECONDS = 10.0  # chosen: a hundred times what 16 stages of 126 layers take
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSolution:
-    """What the solver found.
-
-    Attributes:
-        layers_per_stage: The split; empty when there is none.
-        recomputed: Layers that each stage recomputes (k).
-        score: Its score.
-        bound: No split of the problem scores less; above the cutoff when infeasible.
-        is_optimal: Whether the solver proved `score` or that nothing beats the cutoff.
-
-    """
-
-    layers_per_stage: Split
-    recomputed: int
-    score: int
-    bound: int
-    is_optimal: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +65,7 @@ def solve(problem: StageProblem) -> StageSolution:
     solver.parameters.max_deterministic_time = DETERMINISTIC_SECONDS
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
-        bound = _largest_score(problem) if problem.cutoff is None else problem.cutoff + 1
+        bound = largest_score(problem) if problem.cutoff is None else problem.cutoff + 1
         return StageSolution(
             layers_per_stage=(), recomputed=0, score=bound, bound=bound, is_optimal=True
         )
@@ -114,7 +93,7 @@ def _declare(model: cp_model.CpModel, problem: StageProblem) -> _Variables:
         else model.new_constant(0 if s == 0 else layers)
         for s in range(stages + 1)
     ]
-    largest = _largest_score(problem)
+    largest = largest_score(problem)
     return _Variables(
         edges=edges,
         lengths=[edges[s + 1] - edges[s] for s in range(stages)],
@@ -197,12 +176,3 @@ def _stage_sum(
         model.add_element(edge, prefix, value)
         at.append(value)
     return at[1] - at[0]
-
-
-def _largest_score(problem: StageProblem) -> int:
-    """More than any split can score."""
-    per_stage = (
-        base + problem.num_layers * (max(cost) + redo)
-        for base, cost, redo in zip(problem.base, problem.cost, problem.redo_cost, strict=True)
-    )
-    return max(1, *per_stage, 1)

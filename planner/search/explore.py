@@ -142,9 +142,8 @@ class _Ranking:
         if outcome.bound < min(worth, outcome.seconds):
             self.waiting.append((outcome.bound, layout))
         if outcome.layout is not None and outcome.seconds < worth:
-            reserved = self.costs.memory(outcome.layout).parts.reserved
             self.best[key] = Incumbent(
-                seconds=outcome.seconds, reserved=reserved, layout=outcome.layout
+                seconds=outcome.seconds, reserved=outcome.reserved, layout=outcome.layout
             )
             self.cutoff = self._cutoff()
 

@@ -66,15 +66,19 @@ class RowBounds:
         least recomputation, and the one that lets the layers lie most evenly, are taken.
         """
         codes = set(self.space.axes.named("recompute").values[:, 0].tolist())
-        full, other, fullest = (np.full(len(table), inf) for _ in range(3))
-        most = np.full(len(table), float(self.space.model.num_layers) if FULL in codes else 0.0)
-        for lean in self._leanest_states(table):
-            full = np.minimum(full, self.costs.least_recomputed(lean, self.limit))
-            rooms = self.costs.split_bound(lean, self.limit)
-            fullest = np.minimum(fullest, rooms.fullest(most))
-            for code in codes - {FULL}:
-                held = self.costs.memory_bound(replace(lean, recompute=_filled(table, code)))
-                other = np.minimum(other, np.where(held <= self.limit, 0.0, inf))
+        most = float(self.space.model.num_layers) if FULL in codes else 0.0
+        lean = self._leanest_states(table)
+
+        def best(of_lean: Values) -> Values:
+            least: Values = of_lean.reshape(-1, len(table)).min(axis=0)
+            return least
+
+        full = best(self.costs.least_recomputed(lean, self.limit))
+        fullest = best(self.costs.rooms(lean, self.limit).fullest(np.full(len(lean), most)))
+        other = np.full(len(table), inf)
+        for code in codes - {FULL}:
+            held = self.costs.memory_bound(replace(lean, recompute=_filled(lean, code)))
+            other = np.minimum(other, best(np.where(held <= self.limit, 0.0, inf)))
         redone = np.minimum(np.maximum(full, 1.0) if FULL in codes else inf, other)
         never = np.isinf(redone) | np.isinf(fullest)
         limits = self._limits(table, np.where(never, 0, redone), np.where(never, 1, fullest))
@@ -162,23 +166,27 @@ class RowBounds:
             even_chunks=self.even_chunks,
         )
 
-    def _leanest_states(self, table: LayoutTable) -> list[LayoutTable]:
-        """Return the table under every ZeRO stage and offload, states cut over all ranks."""
+    def _leanest_states(self, table: LayoutTable) -> LayoutTable:
+        """Return the table once under every ZeRO stage and offload, states cut over all ranks."""
         stages = self.space.axes.named("zero_stage").values[:, 0].tolist()
         offloads = self.space.axes.named("offload").values.tolist()
-        whole = table.data_parallel * table.context_parallel
-        return [
-            replace(
-                table,
-                zero_stage=_filled(table, stage),
-                zero_group=whole,
-                offload_optimizer=_filled(table, optimizer),
-                offload_parameters=_filled(table, parameters),
-                offload_activations=_filled(table, activations),
-            )
-            for stage, (optimizer, parameters, activations) in product(stages, offloads)
-            if not parameters or stage == CUTS_PARAMETERS
+        states = [
+            (stage, *parts)
+            for stage, parts in product(stages, offloads)
+            if not parts[1] or stage == CUTS_PARAMETERS
         ]
+        stage, optimizer, parameters, activations = np.repeat(
+            np.array(states, dtype=np.int64), len(table), axis=0
+        ).T
+        every = table.take(np.tile(np.arange(len(table)), len(states)))
+        return replace(
+            every,
+            zero_stage=stage,
+            zero_group=every.data_parallel * every.context_parallel,
+            offload_optimizer=optimizer,
+            offload_parameters=parameters,
+            offload_activations=activations,
+        )
 
 
 def _filled(table: LayoutTable, value: int) -> IntColumn:

@@ -28,6 +28,7 @@ from planner.search.conventions import conventions_of, domain_group
 NO_GROUP = -1  # a domain-sized ZeRO group that is no choice of its own; a convention drops it
 # Columns that derived ones are made from while the space unfolds.
 DERIVE_FROM = {"tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel"}
+_LARGE_KEY = 2**40  # times the values of one more column, still an int64
 COLUMNS = tuple(f.name for f in fields(LayoutTable) if f.name != "rank_orders")
 
 
@@ -130,16 +131,63 @@ def census(space: Space) -> Census:
     partial, weight = root(space), np.ones(1, dtype=np.int64)
     rejected: dict[str, int] = {}
     for position, axis in enumerate(space.axes.axes):
-        partial, broken = _unfold_next(space, partial)
-        weight = np.repeat(weight, len(axis))
         completions = prod(len(later) for later in space.axes.axes[position + 1 :])
-        for rule, rows in broken.items():
-            count = int(weight[rows].sum()) * completions
+        partial, weight, broken = _counted(space, partial, weight, axis)
+        for rule, count in broken.items():
             if count:
-                rejected[rule] = rejected.get(rule, 0) + count
-        keep = _legal_rows(broken, len(partial.table))
-        partial, weight = _merge(space, _take(partial, keep), weight[keep])
+                rejected[rule] = rejected.get(rule, 0) + count * completions
+        partial, weight = _merge(space, partial, weight)
     return Census(num_layouts=space.num_layouts, num_legal=int(weight.sum()), rejected=rejected)
+
+
+def _counted(
+    space: Space, partial: Partial, weight: IntColumn, axis: Axis
+) -> tuple[Partial, IntColumn, dict[str, int]]:
+    """Unfold one axis; return legal rows, their weights, and rejected weight by rule.
+
+    Where no later rule reads the axis, rows that the rules decided by it cannot tell apart are
+    unfolded once, and every row is weighted by how many of its values are legal.
+    """
+    known = partial.known | set(axis.columns)
+    later = {
+        column for rule in space.rules if not set(rule.reads) <= known for column in rule.reads
+    }
+    derives = axis.name in DERIVE_FROM | {"micro_batch_size", "zero_group"}
+    if derives or later & set(axis.columns):
+        unfolded, broken = _unfold_next(space, partial)
+        weight = np.repeat(weight, len(axis))
+        keep = _legal_rows(broken, len(unfolded.table))
+        counts = {rule: int(weight[rows].sum()) for rule, rows in broken.items()}
+        return _take(unfolded, keep), weight[keep], counts
+    decided = (rule.reads for rule in space.rules if not set(rule.reads) <= partial.known)
+    reads = {column for reads in decided if set(reads) <= known for column in reads}
+    first, key_of_row = _distinct(partial.table, sorted(reads & partial.known))
+    unfolded, broken = _unfold_next(space, _take(partial, first))
+    # Sums of integers far below 2**53: exact.
+    of_key = np.bincount(key_of_row, weights=weight, minlength=len(first)).astype(np.int64)
+    of_value = np.repeat(of_key, len(axis))
+    counts = {rule: int(of_value[rows].sum()) for rule, rows in broken.items()}
+    legal = _legal_rows(broken, len(unfolded.table)).reshape(-1, len(axis)).sum(axis=1)[key_of_row]
+    some = np.flatnonzero(legal)
+    kept = replace(unfolded, table=partial.table.take(some))
+    return kept, (weight * legal)[some], counts
+
+
+def _distinct(
+    table: LayoutTable, columns: list[str]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first row of each distinct combination of columns, and the one of each row."""
+    key = np.zeros(len(table), dtype=np.int64)
+    for column in columns:
+        # Ranks of the values, so that few digits do: keys are renumbered before they overflow.
+        value = getattr(table, column)
+        offset = value - value.min(initial=0)
+        rank = np.cumsum(np.bincount(offset) > 0) - 1
+        key = key * (int(rank[-1]) + 1 if len(rank) else 1) + rank[offset]
+        if key.max(initial=0) > _LARGE_KEY:
+            _, key = np.unique(key, return_inverse=True)
+    _, first, key_of_row = np.unique(key, return_index=True, return_inverse=True)
+    return first, key_of_row
 
 
 def _unfold_next(space: Space, partial: Partial) -> tuple[Partial, dict[str, NDArray[np.bool_]]]:
@@ -215,8 +263,6 @@ def _merge(
     columns = [c for c in COLUMNS if c in needed and c in partial.known]
     if not columns or not len(partial.table):
         return partial, weight
-    stacked = np.stack([getattr(partial.table, column) for column in columns])
-    order = np.lexsort(stacked)
-    ordered = stacked[:, order]
-    starts = np.flatnonzero(np.r_[True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0)])
-    return _take(partial, order[starts]), np.add.reduceat(weight[order], starts)
+    first, key_of_row = _distinct(partial.table, columns)
+    total = np.bincount(key_of_row, weights=weight, minlength=len(first)).astype(np.int64)
+    return _take(partial, first), total

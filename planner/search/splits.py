@@ -17,7 +17,14 @@ from math import ceil, inf
 from costmodels.layout import Layout, Recompute, split_layers
 from costmodels.terms import MemoryEstimate
 from planner.search.costs import Costs
-from planner.search.stage_problem import SPLIT_SCHEDULES, ScoredProblem
+from planner.search.levels import halved
+from planner.search.priced import PricedLayout
+from planner.search.stage_problem import (
+    SPLIT_SCHEDULES,
+    ScoredProblem,
+    StageProblem,
+    StageSolution,
+)
 
 FIRST_ANSWERS = 2  # chosen: answers of the solver judged before a layout waits for a better cutoff
 MOST_ANSWERS = 64  # chosen: answers judged before a layout counts as open
@@ -64,6 +71,7 @@ class Outcome:
     Attributes:
         layout: The best split that fits; None without.
         seconds: Its exact value; inf without.
+        reserved: Bytes of its fullest rank.
         bound: No other split is faster than this.
         num_exact: Splits whose exact value was computed.
 
@@ -71,8 +79,18 @@ class Outcome:
 
     layout: Layout | None
     seconds: float
+    reserved: float
     bound: float
     num_exact: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A split that fits, with its exact seconds and bytes."""
+
+    layout: Layout
+    seconds: float
+    reserved: float
 
 
 def best_split(
@@ -100,26 +118,36 @@ def best_split(
     split = stated.layers_per_stage or own.get(layout.num_stages)
     if split is None and layout.num_stages > 1 and layout.stages_per_rank == 1:
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
-        return _solved(costs, layout, limits, cutoff, stated, answers=answers)
+        return _solved(costs.priced(layout), limits, cutoff, stated, answers=answers)
     split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
     given = replace(layout, layers_per_stage=split)
-    best, seconds = _lightest(costs, given, limits, stated)
-    return Outcome(layout=best, seconds=seconds, bound=seconds, num_exact=1)
+    best = _lightest(costs.priced(layout), given, limits, stated)
+    return _outcome(best, best.seconds if best else inf, 1)
+
+
+def _outcome(best: Judged | None, bound: float, num_exact: int) -> Outcome:
+    return Outcome(
+        layout=best.layout if best else None,
+        seconds=best.seconds if best else inf,
+        reserved=best.reserved if best else inf,
+        bound=bound,
+        num_exact=num_exact,
+    )
 
 
 def _lightest(
-    costs: Costs,
+    priced: PricedLayout,
     layout: Layout,
     limits: Limits,
     stated: StatedSplit,
     *,
     least: int = 1,
     is_worth: Callable[[Layout], bool] = lambda _: True,
-) -> tuple[Layout | None, float]:
+) -> Judged | None:
     """Return one split with the fewest recomputed layers that fit, None where none do.
 
     Args:
-        costs: The models.
+        priced: The models of its layout.
         layout: The split.
         limits: Memory.
         stated: What the user fixed.
@@ -127,17 +155,21 @@ def _lightest(
         is_worth: Whether a layout may be of interest; asked before memory is.
 
     """
-    layers = _recomputed(costs, layout, limits, stated, least)
+    layers = _recomputed(priced, layout, limits, stated, least)
     candidate = replace(layout, recompute_layers=layers)
     if layers > max(layout.layers_per_stage):  # stated for a longer stage: the rules refuse it
-        return None, inf
-    if is_worth(candidate) and limits.hold(costs.memory(candidate)):
-        return candidate, costs.seconds(candidate)
-    return None, inf
+        return None
+    if not is_worth(candidate):
+        return None
+    memory = priced.memory(candidate)
+    if not limits.hold(memory):
+        return None
+    seconds, reserved = priced.seconds(candidate), memory.parts.reserved
+    return Judged(layout=candidate, seconds=seconds, reserved=reserved)
 
 
 def _recomputed(
-    costs: Costs, layout: Layout, limits: Limits, stated: StatedSplit, least: int
+    priced: PricedLayout, layout: Layout, limits: Limits, stated: StatedSplit, least: int
 ) -> int:
     """Return the fewest recomputed layers per stage that fit the device; 0 for all."""
     if layout.recompute is not Recompute.FULL:
@@ -146,7 +178,7 @@ def _recomputed(
         return stated.recompute_layers
 
     def reserved(layers: int) -> float:
-        return costs.memory(replace(layout, recompute_layers=layers)).parts.reserved
+        return priced.memory(replace(layout, recompute_layers=layers)).parts.reserved
 
     return _fewest(reserved, limits.device, least, max(layout.layers_per_stage) - 1) or 0
 
@@ -179,8 +211,7 @@ def _fewest(reserved: Callable[[int], float], limit: float, least: int, most: in
 
 
 def _solved(
-    costs: Costs,
-    layout: Layout,
+    priced: PricedLayout,
     limits: Limits,
     cutoff: float,
     stated: StatedSplit,
@@ -188,35 +219,45 @@ def _solved(
     answers: int,
 ) -> Outcome:
     """Let CP-SAT name splits by ascending bound until the best exact value is proved."""
-    from planner.search.cp_sat import solve  # noqa: PLC0415 - half a second that other searches save
-
-    scored = costs.stage_problem(layout, limits.device)
+    layout = priced.layout
+    scored = priced.stage_problem(limits.device)
     problem = scored.problem
     if stated.recompute_layers is not None and problem.most_recomputed:
         layers = stated.recompute_layers or problem.most_recomputed
         problem = replace(problem, least_recomputed=layers, most_recomputed=layers)
-    best, seconds, bound = None, inf, inf
+    best: Judged | None = None
+    seconds, bound = inf, inf
     known: list[tuple[int, ...]] = []
     for _ in range(answers):
         interesting = scored.score(min(cutoff, seconds))
-        answer = solve(replace(problem, cutoff=interesting, excluded=tuple(known)))
+        answer = _next_split(replace(problem, cutoff=interesting, excluded=tuple(known)))
         bound = min(scored.seconds(answer.bound), seconds)
         if not answer.layers_per_stage or bound >= min(cutoff, seconds):
             break
         known.append(answer.layers_per_stage)
         given = replace(layout, layers_per_stage=answer.layers_per_stage)
         worth = min(cutoff, seconds)
-        candidate, exact = _lightest(
-            costs,
+        candidate = _lightest(
+            priced,
             given,
             limits,
             stated,
             least=max(problem.least_recomputed, 1),  # of equal scores the solver may name more
             is_worth=lambda one: _floor(scored, one) < worth,  # noqa: B023 - called before the next answer
         )
-        if exact < seconds:
-            best, seconds = candidate, exact
-    return Outcome(layout=best, seconds=seconds, bound=min(bound, seconds), num_exact=len(known))
+        if candidate is not None and candidate.seconds < seconds:
+            best, seconds = candidate, candidate.seconds
+    return _outcome(best, min(bound, seconds), len(known))
+
+
+def _next_split(problem: StageProblem) -> StageSolution:
+    """Return the split with the smallest score: by halving where that proves it, by CP-SAT else."""
+    answer = halved(problem)
+    if answer is not None:
+        return answer
+    from planner.search.cp_sat import solve  # noqa: PLC0415 - half a second that other searches save
+
+    return solve(problem)
 
 
 def _floor(scored: ScoredProblem, layout: Layout) -> float:

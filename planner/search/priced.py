@@ -1,0 +1,62 @@
+"""One layout with its blocks priced once: exact seconds and bytes of any of its splits.
+
+A search judges many splits of one layout, and many numbers of recomputed layers. What its blocks
+take and hold does not depend on them, so it is found on the first question and kept.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from costmodels.block_memory import BlockMemory
+from costmodels.estimate import step_seconds
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout
+from costmodels.layout_costs import LayoutCosts, layout_costs
+from costmodels.layout_table import table_of
+from costmodels.memory import blocks_of_layout, estimate_memory
+from costmodels.model import ModelSpec
+from costmodels.terms import MemoryEstimate
+from planner.search.stage_problem import ScoredProblem, scored_problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedLayout:
+    """The exact models of one layout; splits differ from it in layers and recomputed layers."""
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    layout: Layout
+
+    @cached_property
+    def costs(self) -> LayoutCosts:
+        """Seconds of its blocks."""
+        table = table_of([self.layout])
+        modules = self.layout.recompute_modules
+        return layout_costs(self.model, self.job, self.cluster, table, modules)
+
+    @cached_property
+    def blocks(self) -> BlockMemory:
+        """Bytes of its blocks."""
+        return blocks_of_layout(self.model, self.job, self.cluster, self.layout)
+
+    def memory(self, split: Layout) -> MemoryEstimate:
+        """Return the exact memory of one split."""
+        return estimate_memory(self.model, self.job, self.cluster, split, self.blocks)
+
+    def seconds(self, split: Layout) -> float:
+        """Return the exact seconds of one split."""
+        return step_seconds(self.model, self.job, self.cluster, split, self.costs)
+
+    def stage_problem(self, limit: float) -> ScoredProblem:
+        """Return the problem of splitting the layers under a memory limit in bytes."""
+        return scored_problem(
+            self.model,
+            self.job,
+            self.cluster,
+            self.layout,
+            limit,
+            costs=self.costs,
+            blocks=self.blocks,
+        )

@@ -1,0 +1,97 @@
+"""What the solvers are told of a split is never above the exact models: seconds and bytes."""
+
+import random
+from math import inf
+
+import numpy as np
+import pytest
+from small_worlds import llama_8b, mixtral
+
+from costmodels.hardware import make_cluster
+from costmodels.job import Target, TrainingJob
+from costmodels.layout import Layout, Recompute
+from costmodels.layout_table import table_of
+from costmodels.model import MixtureOfExperts
+from costmodels.profile_toml import read_profile
+from costmodels.split_bound import split_bound
+from costmodels.units import KIB
+from planner.search.priced import PricedLayout
+from planner.search.stage_problem import SPLIT_SCHEDULES
+
+GPUS = 32
+CLUSTER = make_cluster(read_profile("h100-sxm-80gb"), GPUS)
+DENSE = llama_8b(num_layers=12)
+EXPERTS = mixtral(
+    num_layers=12,
+    moe=MixtureOfExperts(
+        num_experts=8, experts_per_token=2, ffn_hidden_size=2048, num_dense_layers=3
+    ),
+)
+WINDOWED = llama_8b(num_layers=12, window=512, window_period=3)
+
+
+def random_split(rng, layers, stages):
+    cuts = sorted(rng.sample(range(1, layers), stages - 1))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+
+
+def priced_of(rng):
+    model = rng.choice([DENSE, EXPERTS, WINDOWED])
+    pipeline, tensor = rng.choice([2, 4, 8]), rng.choice([1, 2])
+    data = GPUS // (pipeline * tensor)
+    recompute = rng.choice(list(Recompute))
+    split = random_split(rng, model.num_layers, pipeline)
+    layout = Layout(
+        data_parallel=data,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        zero_stage=rng.choice([0, 1, 3]),
+        zero_group=data,
+        num_micro_batches=rng.choice([1, 2, 3, 7, 16]),
+        schedule=rng.choice(SPLIT_SCHEDULES),
+        recompute=recompute,
+        recompute_layers=rng.randint(1, max(split)) if recompute is Recompute.FULL else 0,
+        sequence_parallel=tensor > 1,
+        layers_per_stage=split,
+    )
+    job = TrainingJob(
+        seq_len=2048, global_batch_size=layout.global_batch_size, target=rng.choice(list(Target))
+    )
+    return PricedLayout(model=model, job=job, cluster=CLUSTER, layout=layout)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_scores_are_not_above_the_exact_seconds(block):
+    for seed in range(60 * block, 60 * block + 60):
+        priced = priced_of(random.Random(seed))  # noqa: S311 - layouts, not secrets
+        split = priced.layout
+        scored = priced.stage_problem(CLUSTER.usable_memory)
+        score = scored.problem.score_of(split.layers_per_stage, split.recompute_layers)
+        exact = priced.seconds(split)
+        assert 0.3 * exact < scored.seconds(score) <= exact, seed
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_room_is_not_above_the_exact_bytes(block):
+    for seed in range(60 * block, 60 * block + 60):
+        priced = priced_of(random.Random(seed))  # noqa: S311 - layouts, not secrets
+        split, problem = priced.layout, priced.stage_problem(CLUSTER.usable_memory).problem
+        exact, first = priced.memory(split).per_rank, 0
+        for stage, count in enumerate(split.layers_per_stage):
+            kinds = problem.kind_of_layer[first : first + count]
+            first += count
+            held = problem.held[stage] + sum(problem.holds[stage][kind] for kind in kinds)
+            held -= problem.saved[stage] * min(split.recompute_layers, count)
+            assert held * KIB <= exact[stage].reserved * (1 + 1e-9), (seed, stage)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_bounds_of_tables_leave_a_split_its_own_memory_and_time(block):
+    for seed in range(60 * block, 60 * block + 60):
+        priced = priced_of(random.Random(seed))  # noqa: S311 - layouts, not secrets
+        split, exact = priced.layout, priced.seconds(priced.layout)
+        limit = priced.memory(split).parts.reserved * (1 + 1e-9)
+        bounds = split_bound(priced.model, priced.job, CLUSTER, table_of([split]), limit=limit)
+        redone = np.array([float(split.recompute_layers)])
+        bound = bounds.seconds(redone, redone, np.array([0.3 * exact]), inf)[0]
+        assert bound <= exact, seed
