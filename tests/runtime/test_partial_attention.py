@@ -28,7 +28,7 @@ def whole(q, k, v, gradient, *, is_causal):
 
 
 KERNELS = {
-    "fused": (partial_attention._forward, partial_attention._backward),
+    "fused": (partial_attention.part_forward, partial_attention.part_backward),
     "plain": (partial_attention._plain_forward, partial_attention._plain_backward),
 }
 
