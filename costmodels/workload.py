@@ -23,22 +23,16 @@ from typing import TYPE_CHECKING
 
 from costmodels.attention_ops import attention_ops
 from costmodels.feed_forward_ops import dense_ops, expert_ops, shared_gate_ops
-from costmodels.job import Precision, Target, TrainingJob
+from costmodels.job import Precision, TrainingJob
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size, widened
+from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, widened
 from costmodels.shard import Shard, padded_rows, per_rank
+from costmodels.stream_ops import HALF, branches, enter, leave, norm, residual
 
 if TYPE_CHECKING:
     import networkx as nx
 
-HALF = 2  # bytes of a 16-bit element
 FULL = 4  # bytes of an fp32 element
-# Bytes per element of a norm, forward and backward: one kernel that reads and writes 16 bits; or
-# cast, square, mean, scale, cast, weight as kernels of their own on fp32 copies. Kind: chosen.
-_NORM_BYTES = {True: (4, 6), False: (34, 56)}
-_NORM_KERNELS = {True: (1, 2), False: (6, 12)}
-# In fp32 nothing is cast: 5 and 19 accesses of 4 bytes (runtime/ops/norm.py, counted by hand).
-_WIDE_NORM_BYTES = (20, 76)
 # Bytes per logit of the loss, forward and backward. Fused: read the logits once, write their
 # gradient in place. Unfused: cast to fp32, maximum, shift, exponential, sum, gather, then scale
 # and cast back. Kind: chosen.
@@ -112,97 +106,24 @@ def op_graph(blocks: Sequence[Block]) -> "nx.DiGraph":
     return graph
 
 
-def _norm(job: TrainingJob, name: str, elements: Size) -> MemoryPass:
-    fused = job.switches.fused_norm
-    is_wide = job.precision is Precision.FP32 and not fused
-    forward, backward = _WIDE_NORM_BYTES if is_wide else _NORM_BYTES[fused]
-    forward_kernels, backward_kernels = _NORM_KERNELS[fused]
-    return MemoryPass(
-        name=name,
-        module="layernorm",
-        forward=forward * elements,
-        backward=backward * elements,
-        forward_kernels=forward_kernels,
-        backward_kernels=backward_kernels,
-        follows_precision=not is_wide,
-    )
-
-
-def _branches(job: TrainingJob, shard: Shard, name: str, hidden: int, count: int) -> list[Op]:
-    """Sum the gradients of products that read one tensor; fused products have one gradient.
-
-    Our graph keeps the projections of queries, keys and values, and gate and up, apart.
-    """
-    if job.target is not Target.NATIVE or count == 1:
-        return []
-    return [
-        MemoryPass(
-            name=name,
-            module="residual",
-            forward=0,
-            backward=(count - 1) * 3 * HALF * shard.tokens * hidden,
-            forward_kernels=0,
-            backward_kernels=count - 1,
-        )
-    ]
-
-
 def _projections(model: ModelSpec) -> int:
     """Return how many products of an attention block read the normalised stream."""
     return 1 if model.latent_attention or model.architecture == "gpt2" else 3
 
 
-def _residual(name: str, elements: Size) -> MemoryPass:
-    """Add the block's input (read two, write one); backward sums two gradients."""
-    return MemoryPass(name=name, module="residual", forward=6 * elements, backward=6 * elements)
-
-
-def _enter(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
-    """Start a tensor-parallel region: every rank needs the whole input."""
-    return Collective(
-        name=name,
-        module="tensor_parallel",
-        axis="tp",
-        group="tensor",
-        forward="all_gather",
-        backward="reduce_scatter",
-        plain_forward="",
-        plain_backward="all_reduce",
-        payload=HALF * shard.tokens * hidden,
-        beside=beside,
-        input_side=True,
-    )
-
-
-def _leave(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
-    """End a tensor-parallel region: partial sums meet."""
-    return Collective(
-        name=name,
-        module="tensor_parallel",
-        axis="tp",
-        group="tensor",
-        forward="reduce_scatter",
-        backward="all_gather",
-        plain_forward="all_reduce",
-        plain_backward="",
-        payload=HALF * shard.tokens * hidden,
-        beside=beside,
-    )
-
-
 def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) -> Block:
     hidden, outer = model.hidden_size, shard.outer_tokens
     elements = outer * hidden
-    norms = [_norm(job, f"norm_{i}", elements) for i in range(model.norms_per_layer)]
+    norms = [norm(job, f"norm_{i}", elements) for i in range(model.norms_per_layer)]
     before_ffn = norms[1:2] if not model.parallel_block else []
     moe = model.moe if kind.has_experts else None
     ops: list[Op] = [
         norms[0],
-        _enter(shard, "attention_enter", *_attention_input(model)),
-        *_branches(job, shard, "attention_branches", hidden, _projections(model)),
+        enter(shard, "attention_enter", *_attention_input(model)),
+        *branches(job, shard, "attention_branches", hidden, _projections(model)),
         *attention_ops(model, job, kind, shard),
-        _leave(shard, "attention_leave", hidden, "attention_output"),
-        _residual("attention_residual", elements),
+        leave(shard, "attention_leave", hidden, "attention_output"),
+        residual("attention_residual", elements),
         *before_ffn,
     ]
     if moe is not None:
@@ -210,17 +131,17 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     width = moe.shared_ffn_hidden_size if moe is not None else model.ffn_hidden_size
     if width:
         ops += [
-            _enter(shard, "ffn_enter", hidden, "ffn_in"),
-            *_branches(job, shard, "ffn_branches", hidden, 2 if model.gated_ffn else 1),
+            enter(shard, "ffn_enter", hidden, "ffn_in"),
+            *branches(job, shard, "ffn_branches", hidden, 2 if model.gated_ffn else 1),
             *dense_ops(model, job, shard, width),
-            _leave(shard, "ffn_leave", hidden, "ffn_out"),
+            leave(shard, "ffn_leave", hidden, "ffn_out"),
         ]
     if moe is not None and moe.shared_gate:
         ops += shared_gate_ops(model, shard)
     if model.whole_matrices:
         ops.append(_whole_matrices(model, shard))
     rest = norms[1:] if model.parallel_block else norms[2:]
-    ops += [*rest, _residual("ffn_residual", elements)]
+    ops += [*rest, residual("ffn_residual", elements)]
     return Block(name="layer", ops=tuple(_with_adapters(job, ops)))
 
 
@@ -276,12 +197,12 @@ def _embedding(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
             forward_kernels=2,
             backward_kernels=3,
         ),
-        _leave(shard, "embedding_leave", hidden, ""),
+        leave(shard, "embedding_leave", hidden, ""),
     ]
     if model.num_position_embeddings:
-        ops.append(_residual("positions", shard.outer_tokens * hidden))
+        ops.append(residual("positions", shard.outer_tokens * hidden))
     if model.embedding_norm:
-        ops.append(_norm(job, "embedding_norm", shard.outer_tokens * hidden))
+        ops.append(norm(job, "embedding_norm", shard.outer_tokens * hidden))
     return Block(name="embedding", ops=tuple(ops))
 
 
@@ -294,8 +215,8 @@ def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
     return Block(
         name="head",
         ops=(
-            _norm(job, "final_norm", shard.outer_tokens * model.hidden_size),
-            _enter(shard, "head_enter", model.hidden_size, "logits"),
+            norm(job, "final_norm", shard.outer_tokens * model.hidden_size),
+            enter(shard, "head_enter", model.hidden_size, "logits"),
             Gemm(
                 name="logits",
                 module="head",
