@@ -29,7 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Predict, write the rows and print the error table on stderr."""
     from planner.files import write_text
-    from planner.measured.validate import csv_text, error_table, predict_all, read_rows
+    from planner.measured.errors import error_table
+    from planner.measured.validate import csv_text, predict_all, read_rows
 
     rows = read_rows(arguments.table)
     if not rows:

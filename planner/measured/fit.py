@@ -30,11 +30,12 @@ from costmodels.layout import Layout
 from costmodels.profile_toml import own_constants
 from costmodels.terms import TimeEstimate
 from planner.codec import rounded
+from planner.measured.errors import measured_rate, scored
 from planner.measured.fit_loss import family_weights, loss_terms
 from planner.measured.models import UnsupportedRowError
 from planner.measured.robust_step import solve
 from planner.measured.rows import MeasuredJob, interpret
-from planner.measured.validate import PREDICTED, best_reading, measured_rate, scored
+from planner.measured.validate import PREDICTED, best_reading
 
 Array = NDArray[np.float64]
 Row = Mapping[str, str]

@@ -7,17 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.measured.validate import (
-    PREDICTED,
-    csv_text,
-    error_table,
-    family_errors,
-    memory_ratio,
-    predict,
-    predict_all,
-    read_rows,
-    throughput_ratio,
-)
+from planner.measured.errors import error_table, family_errors, memory_ratio, throughput_ratio
+from planner.measured.validate import PREDICTED, csv_text, predict, predict_all, read_rows
 
 RUNS = Path(__file__).parents[2] / "golden" / "measured_runs.csv"
 EVERY = 40  # one row in so many: each kind of run is among them
