@@ -8,14 +8,15 @@ slowest rank: all meet before and after it.
 import gc
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from cases import Case, Size, Trains
+from live_storage import peak_of
 from ours import Ours
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from costmodels.job import Precision, TrainingJob
 from runtime.initialise import NormalValues, normal_initialiser
@@ -28,7 +29,6 @@ from runtime.program import ParameterShard
 
 TIMEOUT = 1800.0  # s, for one case
 WARM_UP = 2  # steps that connect, allocate and create the optimizer's states
-MARK = "the step that counts"
 
 Make = Callable[[], Trains]
 
@@ -69,7 +69,8 @@ def compare(case: Case, size: Size, *, pairs: int, steps: int) -> Compared:
 
     def work(world: World) -> dict[str, object]:
         def ours() -> Trains:
-            return Ours(lowered, job, case.layout, world, values)
+            graph = deepcopy(lowered)  # a program takes the graph's modules over
+            return Ours(graph, job, case.layout, world, values)
 
         def theirs() -> Trains:
             return case.by_hand(_model(size, values))
@@ -112,26 +113,16 @@ def _compare(ours: Make, theirs: Make, data: "_Data", pairs: int, steps: int) ->
 
 
 def _peak_bytes(make: Make, data: "_Data") -> int:
-    """Return the most storage that lives at any moment of a step, as torch's allocator saw it.
+    """Return the most storage that lives at any moment of a step, on the fullest rank."""
 
-    Everything from the program's construction on is watched, so that weights and states count.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    def prepare() -> Callable[[], object]:
         program = make()
         for step in range(WARM_UP):
             program.step(*data.batch(step))
         gc.collect()
-        with record_function(MARK):
-            program.step(*data.batch(WARM_UP))
-    events = watched.profiler.kineto_results.events()
-    (begin,) = (event.start_ns() for event in events if event.name() == MARK)
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    live = peak = 0
-    for moment, change in changes:
-        live += change
-        if moment >= begin:
-            peak = max(peak, live)
-    return int(_largest(peak))
+        return lambda: program.step(*data.batch(WARM_UP))
+
+    return int(_largest(peak_of(prepare)))
 
 
 class _Data:

@@ -1,5 +1,6 @@
 """The benchmark against hand-written torch runs, and both of its sides train alike."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,9 @@ def test_an_unknown_layout_is_refused_with_those_that_exist():
     assert result.returncode == 2
     assert "no layout 'DP3'; there are DP2, ZeRO-3" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_block_placed_over_others_ends_them():
+    live_bytes = runpy.run_path(str(SCRIPT.with_name("live_storage.py")))["live_bytes"]
+    blocks = [(0, 100, 50), (1, 200, 50), (2, 300, 7), (3, 140, 100), (4, 240, 10), (5, 140, -100)]
+    assert [live for _, live in live_bytes(blocks)] == [50, 100, 107, 107, 117, 17]
