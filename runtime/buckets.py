@@ -23,50 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from runtime import collectives
-from runtime.mesh import Group
 from runtime.pending import Pending  # noqa: TC001  (imports look alike everywhere)
 from runtime.program import ParameterShard
+from runtime.sharing import Sharing
 
 Values = Callable[[ParameterShard], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """How ranks share the states of a bucket.
-
-    Attributes:
-        zero_stage: 0 to 3.
-        data: Ranks that hold the same weights and see other tokens.
-        zero: The part of `data` that states are cut over.
-        replicas: Ranks of `data` that own the same piece.
-        copies: Groups over which the gradients of equal copies are summed besides.
-        is_counted: This rank's piece counts in norms; its copies elsewhere do not.
-        on_host: States that lie in host memory: "optimizer", and "weights" beside it.
-        is_owner: Of the stages that hold the parameter, this one writes it to checkpoints.
-
-    """
-
-    zero_stage: int
-    data: Group
-    zero: Group
-    replicas: Group
-    copies: tuple[Group, ...]
-    is_counted: bool
-    is_owner: bool
-    on_host: frozenset[str] = frozenset()
-
-    def cuts(self, what: str) -> bool:
-        """Whether a rank keeps a piece only of "optimizer", "gradients" or "weights".
-
-        Weights on the host come to the device by the unit, like those of other ranks.
-        """
-        needed = {"optimizer": 1, "gradients": 2, "weights": 3}[what]
-        comes_and_goes = what == "weights" and what in self.on_host
-        return self.zero_stage >= needed and (self.zero.size > 1 or comes_and_goes)
-
-    def place(self, what: str, device: torch.device) -> torch.device:
-        """Return where a rank keeps its "optimizer" or "weights"."""
-        return torch.device("cpu") if what in self.on_host else device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +99,9 @@ class Bucket:
         self._whole: Tensor | None = None  # gradients of the step, or of one backward if cut
         self._reducing: Pending | None = None
         self._gathering: Pending | None = None
+        self._missing = set(range(len(self.parameters)))  # no gradient of the step has come yet
         if not sharing.cuts("gradients"):
-            self._whole = self.full.new_zeros(length, dtype=grad_dtype)
-            self._expose_gradients()
+            self._whole_gradients()
         if cuts_weights:
             self.free()
 
@@ -181,17 +142,30 @@ class Bucket:
     # Gradients: autograd leaves them in `parameter.grad`; they end in `gradients`.
 
     def collect(self, index: int) -> None:
-        """Take over the gradient that autograd has just left at a parameter."""
+        """Take over the gradient that autograd has just left at a parameter.
+
+        The first of a step is copied: to clear the buffer and add to it would pass through memory
+        twice as often.
+        """
         parameter = self.parameters[index]
-        if self._whole is None:
-            self._whole = self.full.new_zeros(self._length, dtype=self._grad_dtype)
-        place = self._whole[self._places[index]]
         gradient = parameter.grad
         assert gradient is not None
-        if self._grads_in_place:
-            return  # the gradient is a view of the buffer
-        place.add_(gradient.view(-1))
-        parameter.grad = None
+        if index not in self._missing and self._grads_in_place:
+            return  # the gradient is a view of the buffer, to which autograd has added
+        place = self._whole_gradients()[self._places[index]].view(parameter.shape)
+        if index in self._missing:
+            self._missing.remove(index)
+            place.copy_(gradient)
+        else:
+            place.add_(gradient)
+        parameter.grad = place if self._grads_in_place else None
+
+    def _whole_gradients(self) -> Tensor:
+        """Return the buffer, made where there is none; undefined where no gradient came yet."""
+        if self._whole is None:
+            self._whole = self.full.new_empty(self._length, dtype=self._grad_dtype)
+            self._whole[self._places[-1].stop :].zero_()  # padding
+        return self._whole
 
     @property
     def _length(self) -> int:
@@ -201,24 +175,19 @@ class Bucket:
     def _grads_in_place(self) -> bool:
         return not self.sharing.cuts("gradients") and self._grad_dtype == self.full.dtype
 
-    def _expose_gradients(self) -> None:
-        """Let autograd add into the buffer where it can."""
-        if self._grads_in_place:
-            assert self._whole is not None
-            for parameter, place in zip(self.parameters, self._places, strict=True):
-                parameter.grad = self._whole[place].view(parameter.shape)
-
     def start_reduce(self) -> None:
         """Begin to sum the collected gradients over the ranks that share the states."""
         self.wait_reduce()
-        if self._whole is None:
-            self._whole = self.full.new_zeros(self._length, dtype=self._grad_dtype)
+        whole = self._whole_gradients()
+        for index in self._missing:  # parameters that the loss does not depend on
+            whole[self._places[index]].zero_()
         if self.sharing.cuts("optimizer"):
-            self._reducing = collectives.start_reduce_scatter(self._whole, self.sharing.zero)
+            self._reducing = collectives.start_reduce_scatter(whole, self.sharing.zero)
         else:
-            self._reducing = collectives.start_all_reduce(self._whole, self.sharing.data)
+            self._reducing = collectives.start_all_reduce(whole, self.sharing.data)
         if self.sharing.cuts("gradients"):
             self._whole = None
+            self._missing = set(range(len(self.parameters)))
 
     def wait_reduce(self) -> None:
         """Complete the sum that is under way, if one is."""
@@ -242,8 +211,9 @@ class Bucket:
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""
         self.gradients = None
-        if self._whole is not None:
-            self._whole.zero_()
+        self._missing = set(range(len(self.parameters)))
+        for parameter in self.parameters:
+            parameter.grad = None
 
     # Weights.
 

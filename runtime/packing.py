@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from costmodels.layout import Layout, Offload
-from runtime.buckets import Sharing
 from runtime.mesh import Mesh
 from runtime.program import ParameterShard, StageModule
+from runtime.sharing import Sharing
 
 # Ranks that share gradients, cut a state and own the same piece of it; experts have fewer copies.
 DENSE_AXES = ("dp_cp", "zero", "zero_replicas")
