@@ -6,7 +6,8 @@ each. T = F + I + W are seconds of one micro-batch over all stages, w_r rank r's
 largest F / (F + I + W) of any rank, c the seconds of all transfers through the ranks, p ranks, m
 micro-batches.
 
-    every schedule   m max_r w_r, and one micro-batch's way: F + I + 2 c
+    every schedule   m max_r w_r, and ceil(m / k) (F + I + 2 v c), v stages per rank: rank 0 holds k
+                     micro-batches at most, so forward i + k waits for i to come back
     gpipe            T + (m - 1) max_r w_r + 2 c
                      both phases are flow shops of equal jobs
     1f1b             T + (m - 1 - (k_r - 1) phi) w_r + 2 c for each r, k_r = min(m, p - r)
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from costmodels.layout import Schedule
 from costmodels.layout_table import SCHEDULES
+from costmodels.schedule.in_flight import in_flight_closed_form
 from costmodels.schedule.shape import Ints
 
 Floats = NDArray[np.float64]
@@ -49,7 +51,8 @@ class PipelineSums:
         forward_share: At least F / (F + I + W) of every rank; 1 where nothing is known.
         smallest_forward: At most the forward of every stage.
         smallest_backward: At most the I + W of every stage.
-        way: At most the transfers between ranks on the way from the first to the last.
+        way: At most the transfers between ranks on the way from the first to the last, of any of
+            their stages (a micro-batch goes that way once per stage of a rank, up or down).
         way_ahead: At most those on the way from the first to a rank, mean over the ranks.
 
     """
@@ -117,6 +120,10 @@ def makespan_lower_bound(
     of_schedule = np.select(
         [schedule == SCHEDULES.index(s) for s in specific], list(specific.values())
     )
-    one_way_and_back = sums.forward + sums.backward_input + round_trip
-    bound: Floats = np.maximum(np.maximum(m * slowest, one_way_and_back), of_schedule)
+    shape = (schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
+    held = in_flight_closed_form(*shape, np.zeros_like(pipeline_parallel))
+    held = np.where(np.asarray(schedule) >= 0, held, num_micro_batches)  # an open one may hold all
+    one_way_and_back = sums.forward + sums.backward_input + stages_per_rank * round_trip
+    returns = np.ceil(m / held) * one_way_and_back
+    bound: Floats = np.maximum(np.maximum(m * slowest, returns), of_schedule)
     return bound

@@ -268,11 +268,17 @@ def sums_of(shape, durations, transfers, *, slowest):
         smallest_backward=np.array(
             min(map(sum, zip(durations.backward_input, durations.backward_weight, strict=True)))
         ),
-        way=np.array(sum(transfers[: shape.pipeline_parallel - 1])),
+        way=np.array(least_way(shape, transfers)),
         way_ahead=np.array(
             np.mean([sum(transfers[:rank]) for rank in range(shape.pipeline_parallel)])
         ),
     )
+
+
+def least_way(shape, transfers):
+    """Return the transfers through all ranks of the chunk for which they take least."""
+    p = shape.pipeline_parallel
+    return min(sum(transfers[c * p : c * p + p - 1]) for c in range(shape.stages_per_rank))
 
 
 def bound_of(shape, sums):
