@@ -17,7 +17,8 @@ from costmodels.layout_table import table_of
 from costmodels.memory import blocks_of_layout, estimate_memory
 from costmodels.model import ModelSpec
 from costmodels.terms import MemoryEstimate
-from planner.search.stage_problem import ScoredProblem, scored_problem
+from planner.search.stage_problem import ScoredProblem
+from planner.search.stage_scores import scored_problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,214 @@
+"""From costs to integers: scores and memory of the stages that a layout's layers may make.
+
+With one stage per rank, w_r the seconds that rank r spends on a micro-batch (F forward), T their
+sum over ranks, m micro-batches, p ranks, k_r = min(m, p - r) forwards before the first backward
+and c all transfers between ranks one way, no split runs faster than the largest over r of
+
+    gpipe         T + (m - 1) w_r + 2 c
+    1f1b          T + (m - 1) w_r - (k_r - 1) F_r + 2 c
+    zero-bubble   F_0 + ... + F_(p-1) + m w_r - k_r F_r, and on the way to the last input gradient
+                  T - W + (m - 1) w_r - (k_r - 1) F_r - d_r W_r + 2 (p - 1) c
+
+with d_r = min(m - 1, r) weight gradients that rank r puts off behind that (rank 0: -1, its last one
+ends the step) and W the sum of all. Each rank has the one that is larger for an even split. All are
+linear in the layers of a stage (derivations: `costmodels/schedule/bound.py`), which makes
+them the solver's scores: nanoseconds, rounded down, so that a score is never above the exact
+value. Memory is what `costmodels/stage_memory.py` says of the moment of most micro-batches, in
+KiB, rounded in favour of fitting; the exact models judge every split that comes back.
+"""
+
+from dataclasses import dataclass
+from math import ceil, floor
+
+from costmodels.block_memory import BlockMemory
+from costmodels.bounds import around_rows
+from costmodels.estimate import stage_costs
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout_costs import LayoutCosts
+from costmodels.layout_table import table_of
+from costmodels.memory import stage_memory
+from costmodels.model import ModelSpec
+from costmodels.stage_costs import BlockSeconds, StageCosts
+from costmodels.stage_memory import StageMemory
+from costmodels.units import KIB
+from planner.search.stage_problem import NANOSECONDS, ScoredProblem, StageProblem
+
+
+def scored_problem(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    layout: Layout,
+    limit: float,
+    *,
+    costs: LayoutCosts,
+    blocks: BlockMemory,
+) -> ScoredProblem:
+    """Return the problem of splitting a layout's layers.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        cluster: The machine.
+        layout: One stage per rank, in a pipeline of at least 2; its split is not read.
+        limit: Bytes that a rank may reserve.
+        costs: Seconds of the layout's blocks.
+        blocks: Their bytes.
+
+    """
+    seconds = stage_costs(model, job, cluster, layout, costs)
+    memory = stage_memory(model, job, cluster, layout, blocks)
+    once, stretch = around_rows(model, job, cluster, table_of([layout]), costs)
+    kinds = [kind for kind, _ in seconds.layers]
+    ranks = range(layout.pipeline_parallel)
+    is_full = layout.recompute is Recompute.FULL
+    scores = _Scores(
+        seconds=seconds,
+        layout=layout,
+        layers=tuple((block, model.layer_kinds.count(kind)) for kind, block in seconds.layers),
+        redone=_least_redone(model, layout, seconds),
+    )
+    room = _Room(memory=memory, layout=layout)
+    problem = StageProblem(
+        kind_of_layer=tuple(kinds.index(kind) for kind in model.layer_kinds),
+        cost=tuple(tuple(scores.layer(r, block) for _, block in seconds.layers) for r in ranks),
+        base=tuple(scores.base(r) for r in ranks),
+        redo_cost=tuple(scores.redo(r) for r in ranks),
+        holds=tuple(tuple(room.layer(r, kind) for kind in range(len(kinds))) for r in ranks),
+        held=tuple(room.base(r) for r in ranks),
+        saved=tuple(room.saved(r) if is_full else 0 for r in ranks),
+        capacity=ceil(limit / KIB),
+        least_recomputed=int(is_full),
+        most_recomputed=model.num_layers - layout.pipeline_parallel + 1 if is_full else 0,
+        hint=split_layers(model.num_layers, layout.pipeline_parallel),
+    )
+    return ScoredProblem(problem=problem, once=float(once[0]), stretch=stretch)
+
+
+def _least_redone(model: ModelSpec, layout: Layout, seconds: StageCosts) -> tuple[float, ...]:
+    """Return seconds of recomputing the cheapest layer that each rank may hold.
+
+    Every other rank holds a layer, so the first and last ones are out of reach for some.
+    """
+    by_kind = {kind: block.recompute for kind, block in seconds.layers}
+    each = [by_kind[kind] for kind in model.layer_kinds]
+    spare = model.num_layers - layout.pipeline_parallel
+    if len(set(each)) == 1:
+        return (each[0],) * layout.pipeline_parallel
+    return tuple(min(each[rank : rank + spare + 1]) for rank in range(layout.pipeline_parallel))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scores:
+    """Nanoseconds of stages, rounded down."""
+
+    seconds: StageCosts
+    layout: Layout
+    layers: tuple[tuple[BlockSeconds, int], ...]  # one of each kind, and how many there are
+    redone: tuple[float, ...]  # of each rank, by the cheapest layer that it may recompute
+
+    def layer(self, rank: int, block: BlockSeconds) -> int:
+        """Score of one layer on a rank."""
+        return floor(self._share(rank, block) * NANOSECONDS)
+
+    def base(self, rank: int) -> int:
+        """Score of a rank without layers: its ends, and what every rank waits for."""
+        return floor(self._fixed(rank, by_input=self._ends_with_input(rank)) * NANOSECONDS)
+
+    def redo(self, rank: int) -> int:
+        """Score of recomputing one layer of a rank in every micro-batch."""
+        return floor(self.layout.num_micro_batches * self.redone[rank] * NANOSECONDS)
+
+    def _ends_with_input(self, rank: int) -> bool:
+        """Whether the way over the last input gradient is the longer one for the even split."""
+        if self.layout.schedule is not Schedule.ZERO_BUBBLE:
+            return False
+
+        def seconds(*, by_input: bool) -> float:
+            shares = sum(
+                count * self._share_of(rank, layer, by_input=by_input)
+                for layer, count in self.layers
+            )
+            return self._fixed(rank, by_input=by_input) + shares / self.layout.pipeline_parallel
+
+        return seconds(by_input=True) > seconds(by_input=False)
+
+    def _fixed(self, rank: int, *, by_input: bool) -> float:
+        last = self.layout.pipeline_parallel - 1
+        own = 0.0
+        if rank == 0:
+            own += self._share_of(rank, self.seconds.embedding, by_input=by_input)
+        if rank == last:
+            own += self._share_of(rank, self.seconds.head, by_input=by_input)
+        return own + self._way_through(rank, by_input=by_input)
+
+    def _share(self, rank: int, block: BlockSeconds) -> float:
+        return self._share_of(rank, block, by_input=self._ends_with_input(rank))
+
+    def _share_of(self, rank: int, block: BlockSeconds, *, by_input: bool) -> float:
+        """Seconds that a block on a rank adds to that rank's bound."""
+        m, schedule = self.layout.num_micro_batches, self.layout.schedule
+        ahead = min(m, self.layout.pipeline_parallel - rank)
+        work = block.forward + block.backward
+        if schedule is Schedule.GPIPE:
+            return (m - 1) * work
+        if schedule is Schedule.ONE_F_ONE_B:
+            return (m - 1) * work - (ahead - 1) * block.forward
+        if by_input:
+            # Rank 0 puts off none, and its last weight gradient ends the step.
+            later = min(m - 1, rank) if rank else -1
+            return (m - 1) * work - (ahead - 1) * block.forward - later * block.backward_weight
+        return m * work - ahead * block.forward
+
+    def _way_through(self, rank: int, *, by_input: bool) -> float:
+        """Seconds of a micro-batch through all ranks that come on top of every rank's work."""
+        blocks = [*self.layers, (self.seconds.embedding, 1), (self.seconds.head, 1)]
+        if self.layout.schedule is Schedule.ZERO_BUBBLE and not by_input:
+            return sum(count * block.forward for block, count in blocks)
+        redone = 0.0
+        if self.layout.recompute is Recompute.FULL:
+            redone = sum(self.redone[:rank]) + sum(self.redone[rank + 1 :])
+        passes = sum(count * (block.forward + block.backward) for block, count in blocks)
+        if by_input:
+            passes -= sum(count * block.backward_weight for block, count in blocks)
+        return passes + redone + 2 * self.seconds.way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """KiB of stages, rounded in favour of fitting."""
+
+    memory: StageMemory
+    layout: Layout
+
+    def layer(self, rank: int, kind: int) -> int:
+        """KiB of one layer that is not recomputed."""
+        _, layer = self.memory.layers[kind]
+        return floor((layer.states + self._in_flight(rank) * layer.kept) / KIB)
+
+    def saved(self, rank: int) -> int:
+        """KiB that recomputing one layer saves, at most."""
+        gains = (layer.kept - layer.recomputed for _, layer in self.memory.layers)
+        return ceil(self._in_flight(rank) * max(gains) / KIB)
+
+    def base(self, rank: int) -> int:
+        """KiB of a rank without layers."""
+        memory, in_flight = self.memory, self._in_flight(rank)
+        moving = memory.transient
+        if self.layout.recompute is Recompute.FULL:
+            moving = min(moving, memory.recompute_transient)
+        held = memory.fixed
+        if rank == 0:
+            held += memory.embedding.states
+        if rank == self.layout.pipeline_parallel - 1:
+            # The logits of one micro-batch are not saved beside a layer's backward pass.
+            moving = max(memory.head.transient, moving - memory.head.kept)
+            held += memory.head.states + in_flight * memory.head.kept
+        else:
+            held += in_flight * memory.boundary
+        return floor((held + moving) / KIB)
+
+    def _in_flight(self, rank: int) -> int:
+        return max(sum(moment) for moment in self.memory.moments[rank])
