@@ -20,7 +20,8 @@ from planner.search.row_bounds import RowBounds
 from planner.search.space import Space
 from planner.search.splits import FIRST_ANSWERS, MOST_ANSWERS, Limits, StatedSplit, best_split
 
-MOST_EXACT = 20000  # chosen: exact evaluations before the search gives up on a proof
+MOST_SOLVED = 3000  # chosen: layouts judged before the search gives up on a proof, about 25 CPU s
+MOST_SETTLING = 2048  # chosen: answers times stages that settle waiting layouts, about 10 CPU s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ def explore(
     frontier = Frontier(space=space, bounds=bounds)
     frontier.start()
     ranking = _Ranking(costs=costs, limits=limits, stated=stated, top=top)
-    while ranking.num_exact < MOST_EXACT:
+    while ranking.num_solved < MOST_SOLVED or not ranking.best:  # that nothing fits needs a proof
         popped = frontier.pop(ranking.cutoff)
         if popped is None or (stop_at_first and ranking.best):
             break
@@ -139,8 +140,9 @@ class _Ranking:
         outcome = best_split(self.costs, layout, self.limits, worth, self.stated, answers=answers)
         self.num_solved += 1
         self.num_exact += outcome.num_exact
-        if outcome.bound < min(worth, outcome.seconds):
-            self.waiting.append((outcome.bound, layout))
+        open_bound = max(bound, outcome.bound)  # the row's own bound holds for every split too
+        if open_bound < min(worth, outcome.seconds):
+            self.waiting.append((open_bound, layout))
         if outcome.layout is not None and outcome.seconds < worth:
             self.best[key] = Incumbent(
                 seconds=outcome.seconds, reserved=outcome.reserved, layout=outcome.layout
@@ -148,10 +150,20 @@ class _Ranking:
             self.cutoff = self._cutoff()
 
     def finish(self) -> None:
-        """Settle waiting layouts, best bound first; the cutoff is as good as it gets by now."""
+        """Settle waiting layouts, best bound first; the cutoff is as good as it gets by now.
+
+        What is left when the work allowed is done stays open.
+        """
         waiting, self.waiting = sorted(self.waiting, key=lambda pair: pair[0]), []
+        left = MOST_SETTLING
         for bound, layout in waiting:
-            self.judge(bound, layout, MOST_ANSWERS)
+            answers = min(MOST_ANSWERS, left // layout.num_stages)
+            if answers < 1:
+                self.waiting.append((bound, layout))
+                continue
+            before = self.num_solved + self.num_exact
+            self.judge(bound, layout, answers)
+            left -= (self.num_solved + self.num_exact - before) * layout.num_stages
 
     def least_open(self) -> float:
         """Return the smallest bound of what was never settled; inf when all was."""

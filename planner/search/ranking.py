@@ -1,8 +1,9 @@
 """Search: space, bounds, exact values, proof.
 
 `explore` finds the K best in order of their bounds. When the smallest bound left is not below them,
-no layout of the space is faster: `optimal`. Where an exact limit ends the search first the answer
-is `feasible`, with the bound and the gap. Where nothing fits, the nearest miss says what lacks.
+no layout of the space is faster: `optimal`. Where a limit of its work ends the search first the
+answer is `feasible`, with the bound and the gap. Where nothing fits, the nearest miss says what
+lacks.
 
 The K best are distinct: layouts that differ only in recomputation, offload, ZeRO group, rank
 order, context type, sequence parallelism or split are one, represented by its fastest. Ties go to
@@ -30,7 +31,7 @@ class SearchResult:
     """What a search found and proved.
 
     Attributes:
-        status: "optimal" (proved), "feasible" (an exact limit came first) or "infeasible".
+        status: "optimal" (proved), "feasible" (a limit of its work came first) or "infeasible".
         plans: Best first, distinct.
         num_layouts: Size of the product space, before any rule.
         num_legal: Layouts that obey the rules and constraints.

@@ -227,6 +227,24 @@ def _solved(
         problem = replace(problem, least_recomputed=layers, most_recomputed=layers)
     best: Judged | None = None
     seconds, bound = inf, inf
+
+    def judged(split: tuple[int, ...]) -> Judged | None:
+        worth = min(cutoff, seconds)
+        return _lightest(
+            priced,
+            replace(layout, layers_per_stage=split),
+            limits,
+            stated,
+            least=max(problem.least_recomputed, 1),  # of equal scores the solver may name more
+            is_worth=lambda one: _floor(scored, one) < worth,
+        )
+
+    tried: tuple[int, ...] = ()
+    if len(set(problem.kind_of_layer)) > 1:
+        # Of mixed layers the solver knows memory less well: the even split is a good start.
+        tried = problem.hint
+        best = judged(tried)
+        seconds = best.seconds if best else inf
     known: list[tuple[int, ...]] = []
     for _ in range(answers):
         interesting = scored.score(min(cutoff, seconds))
@@ -235,19 +253,12 @@ def _solved(
         if not answer.layers_per_stage or bound >= min(cutoff, seconds):
             break
         known.append(answer.layers_per_stage)
-        given = replace(layout, layers_per_stage=answer.layers_per_stage)
-        worth = min(cutoff, seconds)
-        candidate = _lightest(
-            priced,
-            given,
-            limits,
-            stated,
-            least=max(problem.least_recomputed, 1),  # of equal scores the solver may name more
-            is_worth=lambda one: _floor(scored, one) < worth,  # noqa: B023 - called before the next answer
-        )
+        if answer.layers_per_stage == tried:
+            continue
+        candidate = judged(answer.layers_per_stage)
         if candidate is not None and candidate.seconds < seconds:
             best, seconds = candidate, candidate.seconds
-    return _outcome(best, min(bound, seconds), len(known))
+    return _outcome(best, min(bound, seconds), len({*known, tried} - {()}))
 
 
 def _next_split(problem: StageProblem) -> StageSolution:
