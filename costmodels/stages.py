@@ -8,9 +8,11 @@ import numpy as np
 
 from costmodels.block_costs import BlockCosts
 from costmodels.collective_costs import exposed_seconds
+from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule
-from costmodels.layout_costs import BlockTimes, LayoutCosts, rank_state_seconds
+from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
+from costmodels.layout_table import table_of
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import Overlap, passes_beside, sends_hold_rank
 from costmodels.schedule import PipelineShape, StageDurations, build_schedule, simulate
@@ -46,6 +48,21 @@ class Pipeline:
     makespan: float
     busy: tuple[float, ...]
     idle: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """What the simulation of a layout's pipeline needs besides its schedule.
+
+    Attributes:
+        hops: Seconds of a transfer across each boundary of global stages, 0 inside a rank.
+        p2p_overlaps: A rank computes on while it sends.
+
+    """
+
+    durations: StageDurations
+    hops: list[float]
+    p2p_overlaps: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +124,25 @@ def stage_seconds(blocks: list[StageBlock]) -> tuple[float, float, float]:
     return forward, to_input, to_weight
 
 
+def stage_durations(stages: list[list[StageBlock]]) -> StageDurations:
+    """Return the seconds of every global stage, as a simulation takes them."""
+    seconds = [stage_seconds(blocks) for blocks in stages]
+    forward, to_input, to_weight = zip(*seconds, strict=True)
+    return StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight)
+
+
+def pipeline_times(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
+) -> PipelineTimes:
+    """Return the seconds that the estimate of a layout simulates its pipeline with."""
+    costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
+    return PipelineTimes(
+        durations=stage_durations(stages_of(model, layout, costs)),
+        hops=stage_hops(layout, costs),
+        p2p_overlaps=not sends_hold_rank(job, layout.schedule),
+    )
+
+
 def stage_hops(layout: Layout, costs: LayoutCosts) -> list[float]:
     """Return the seconds of a transfer across each boundary of global stages, 0 inside a rank.
 
@@ -135,11 +171,9 @@ def run_pipeline(
         ValueError: The schedule does not admit the layout's shape.
 
     """
-    seconds = [stage_seconds(blocks) for blocks in stages]
     if layout.num_stages == 1:
-        makespan = layout.num_micro_batches * sum(seconds[0])
+        makespan = layout.num_micro_batches * sum(stage_seconds(stages[0]))
         return Pipeline(makespan=makespan, busy=(makespan,), idle=0.0)
-    forward, to_input, to_weight = zip(*seconds, strict=True)
     table = build_schedule(
         layout.schedule,
         layout.pipeline_parallel,
@@ -148,7 +182,7 @@ def run_pipeline(
     )
     result = simulate(
         table,
-        StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight),
+        stage_durations(stages),
         hops,
         p2p_overlaps=not sends_hold_rank(job, layout.schedule),
     )

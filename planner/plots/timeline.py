@@ -7,19 +7,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from costmodels.layout import Layout
-from costmodels.layout_costs import layout_costs
-from costmodels.layout_table import table_of
-from costmodels.overlap import sends_hold_rank
 from costmodels.schedule import (
     ActionKind,
     Interval,
     PipelineShape,
-    StageDurations,
     build_schedule,
     simulate_schedule,
     timeline,
 )
-from costmodels.stages import stage_hops, stage_seconds, stages_of
+from costmodels.stages import pipeline_times
 from planner.plan import Plan
 from planner.plots.breakdown import format_seconds
 from planner.plots.style import BESIDE, Look, headline, is_dark, new_figure, quiet_rows, styled
@@ -67,15 +63,9 @@ def pipeline_of(plan: Plan) -> PipelineView:
     layout = plan.layout
     if layout.num_stages == 1:
         raise ValueError("the plan has one pipeline stage: there is no timeline to draw")
-    costs = layout_costs(
-        plan.model, plan.job, plan.cluster, table_of([layout]), layout.recompute_modules
-    )
-    seconds = [stage_seconds(blocks) for blocks in stages_of(plan.model, layout, costs)]
-    forward, to_input, to_weight = zip(*seconds, strict=True)
-    durations = StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight)
+    times = pipeline_times(plan.model, plan.job, plan.cluster, layout)
+    durations, hops, overlaps = times.durations, times.hops, times.p2p_overlaps
     sizes = (layout.schedule, layout.pipeline_parallel, layout.stages_per_rank)
-    hops = stage_hops(layout, costs)
-    overlaps = not sends_hold_rank(plan.job, layout.schedule)
     whole = simulate_schedule(
         *sizes, layout.num_micro_batches, durations, hops, p2p_overlaps=overlaps
     )
