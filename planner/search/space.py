@@ -180,14 +180,23 @@ def _distinct(
     key = np.zeros(len(table), dtype=np.int64)
     for column in columns:
         # Ranks of the values, so that few digits do: keys are renumbered before they overflow.
-        value = getattr(table, column)
-        offset = value - value.min(initial=0)
-        rank = np.cumsum(np.bincount(offset) > 0) - 1
-        key = key * (int(rank[-1]) + 1 if len(rank) else 1) + rank[offset]
+        rank = _ranks(getattr(table, column))
+        key = key * (int(rank.max(initial=0)) + 1) + rank
         if key.max(initial=0) > _LARGE_KEY:
             _, key = np.unique(key, return_inverse=True)
     _, first, key_of_row = np.unique(key, return_index=True, return_inverse=True)
     return first, key_of_row
+
+
+def _ranks(value: IntColumn) -> IntColumn:
+    """Return the rank of each value among the distinct ones: [rows]."""
+    offset = value - value.min(initial=0)
+    # A slot per value is quickest; micro-batches follow the batch and may be a few huge ones.
+    if offset.max(initial=0) <= 4 * len(offset) + 1024:
+        rank: IntColumn = (np.cumsum(np.bincount(offset) > 0) - 1)[offset]
+        return rank
+    _, rank = np.unique(value, return_inverse=True)
+    return rank
 
 
 def _unfold_next(space: Space, partial: Partial) -> tuple[Partial, dict[str, NDArray[np.bool_]]]:

@@ -111,6 +111,13 @@ def test_the_batch_is_never_changed():
     assert set(product_of_row.tolist()) == {24}
 
 
+def test_a_batch_of_2_to_the_30_is_counted():
+    space = space_of(llama_8b(num_layers=4), job(global_batch_size=2**30), cluster(2, 2))
+    counted = census(space)
+    assert counted.num_legal == len(legal_table(space)) > 0
+    assert counted.num_legal + sum(counted.rejected.values()) == counted.num_layouts
+
+
 def test_constraints_narrow_the_space_and_only_that():
     spec, task, machine = llama_8b(num_layers=8), job(global_batch_size=8), cluster(8)
     everything = legal_table(space_of(spec, task, machine))
