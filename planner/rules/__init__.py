@@ -16,11 +16,7 @@ from costmodels.layout_table import LayoutTable, table_of
 from costmodels.model import ModelSpec
 from planner.rules import accelerate, deepspeed, megatron, nanotron, native, torchtitan
 from planner.rules.allowed import allowed_values
-from planner.rules.partition import (
-    LAYERS_FOR_ALL_STAGES,
-    broken_partition_rules,
-    ends_stand_alone,
-)
+from planner.rules.partition import Inputs, broken_rules
 from planner.rules.rule import Case, Fact, Mask, Rule, Violation, facts
 
 __all__ = [
@@ -97,10 +93,7 @@ def violations(
         return beyond
     rules = rules_of(job.target)
     inputs = (model, job, cluster)
-    broken = (*_broken(rules, inputs, layout), *broken_partition_rules(model, layout))
-    if ends_stand_alone(job.target, layout):
-        # Tables know no splits, so their rule asks a layer of every stage.
-        broken = tuple(rule for rule in broken if rule.name not in LAYERS_FOR_ALL_STAGES)
+    (broken,) = broken_rules(rules, inputs, [layout])
     return tuple(_violation(rule, rules, inputs, layout) for rule in broken)
 
 
@@ -111,18 +104,11 @@ def runtime_violations(
     if beyond := _beyond_tables(layout):
         return beyond
     inputs = (model, job, cluster)
-    rules = (*native.RULES, native.RUNTIME_SUPPORTS)
-    broken = _broken((native.RUNTIME_SUPPORTS,), inputs, layout)
-    return tuple(_violation(rule, rules, inputs, layout) for rule in broken)
-
-
-Inputs = tuple[ModelSpec, TrainingJob, Cluster]
-
-
-def _broken(rules: Sequence[Rule], inputs: Inputs, layout: Layout) -> tuple[Rule, ...]:
-    model, job, cluster = inputs
+    supports = native.RUNTIME_SUPPORTS
     case = Case(model=model, job=job, cluster=cluster, table=table_of([layout]))
-    return tuple(rule for rule in rules if not rule.holds(case)[0])
+    if supports.holds(case)[0]:
+        return ()
+    return (_violation(supports, (*native.RULES, supports), inputs, layout),)
 
 
 def _violation(rule: Rule, rules: Sequence[Rule], inputs: Inputs, layout: Layout) -> Violation:

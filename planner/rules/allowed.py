@@ -19,10 +19,9 @@ from costmodels.layout import (
     Schedule,
     split_layers,
 )
-from costmodels.layout_table import table_of
 from costmodels.model import ModelSpec
-from planner.rules.partition import partition_holds
-from planner.rules.rule import Case, Fact, Rule, sequence_multiple
+from planner.rules.partition import broken_rules
+from planner.rules.rule import Fact, Rule, sequence_multiple
 
 DEGREES = (
     "tensor_parallel",
@@ -66,31 +65,14 @@ def allowed_values(
     if field == "gpus":
         return _nearest_multiples(cluster.num_gpus, cluster.gpus_per_node)
     if field in ("precision", "seq_len", "global_batch_size"):
-        jobs = list(_jobs(field, job, layout))
-        kept = [
-            getattr(changed, field)
-            for changed in jobs
-            if all(_obeys(rules, (model, changed, cluster), [_rebatched(layout, changed)]))
-        ]
-        return tuple(kept)
+        return tuple(
+            getattr(other, field)
+            for other in _jobs(field, job, layout)
+            if not any(broken_rules(rules, (model, other, cluster), [_rebatched(layout, other)]))
+        )
     candidates = list(_layouts(field, model, job, cluster, layout))
-    obeyed = _obeys(rules, case, [candidate for _, candidate in candidates])
-    return tuple(value for (value, _), legal in zip(candidates, obeyed, strict=True) if legal)
-
-
-def _obeys(
-    rules: Sequence[Rule], case: tuple[ModelSpec, TrainingJob, Cluster], layouts: list[Layout]
-) -> list[bool]:
-    if not layouts:
-        return []
-    model, job, cluster = case
-    rows = Case(model=model, job=job, cluster=cluster, table=table_of(layouts))
-    legal = rows.always(holds=True)
-    for rule in rules:
-        legal &= rule.holds(rows)
-    return [
-        bool(ok) and partition_holds(model, lay) for ok, lay in zip(legal, layouts, strict=True)
-    ]
+    broken = broken_rules(rules, case, [candidate for _, candidate in candidates])
+    return tuple(value for (value, _), found in zip(candidates, broken, strict=True) if not found)
 
 
 def _jobs(field: str, job: TrainingJob, layout: Layout) -> Iterator[TrainingJob]:

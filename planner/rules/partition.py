@@ -1,16 +1,25 @@
-"""What the split of layers over stages must obey; judged per layout, never in a table.
+"""Which rules layouts break: those of tables, and those of the split of layers over stages.
+
+Tables hold no splits, so what a split must obey is judged per layout.
 
 A build that trained 28 of 30 layers (NVIDIA/Megatron-LM#1304) is why the sum is a rule.
 """
 
-from costmodels.job import Target
+from collections.abc import Sequence
+
+from costmodels.hardware import Cluster
+from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute
+from costmodels.layout_table import table_of
 from costmodels.model import ModelSpec
 from planner.rules.rule import Case, Mask, Rule
+from planner.rules.shapes import STAGES_HOLD_LAYERS
+
+Inputs = tuple[ModelSpec, TrainingJob, Cluster]
 
 
 def _not_in_tables(case: Case) -> Mask:
-    """Tables do not hold splits: whoever makes a split judges it (`broken_partition_rules`)."""
+    """Tables do not hold splits: whoever makes a split judges it (`broken_rules`)."""
     return case.always(holds=True)
 
 
@@ -44,8 +53,6 @@ STAGES_HAVE_LAYERS = _split_rule(
     "--layers-per-stage {layers_per_stage} leaves a stage without layers",
     ("num_layers", "num_stages"),
 )
-# What asks a layer of every stage; the first judges tables.
-LAYERS_FOR_ALL_STAGES = ("stages_hold_layers", STAGES_HAVE_LAYERS.name)
 RECOMPUTE_LAYERS_FIT = _split_rule(
     "recompute_layers_fit",
     "--recompute-layers {recompute_layers} is for --recompute full (this is {recompute}) and at "
@@ -55,8 +62,34 @@ RECOMPUTE_LAYERS_FIT = _split_rule(
 )
 
 
-def broken_partition_rules(model: ModelSpec, layout: Layout) -> tuple[Rule, ...]:
-    """Return the rules that the split of one layout breaks."""
+def broken_rules(
+    rules: Sequence[Rule], inputs: Inputs, layouts: Sequence[Layout]
+) -> list[tuple[Rule, ...]]:
+    """Return for each layout the rules that it breaks, those of its split last.
+
+    Args:
+        rules: Of tables.
+        inputs: Model, job and cluster.
+        layouts: With every degree at least 1.
+
+    """
+    if not layouts:
+        return []
+    model, job, cluster = inputs
+    rows = Case(model=model, job=job, cluster=cluster, table=table_of(list(layouts)))
+    obeyed = [rule.holds(rows) for rule in rules]
+    found = []
+    for row, layout in enumerate(layouts):
+        of_table = (rule for rule, holds in zip(rules, obeyed, strict=True) if not holds[row])
+        broken = (*of_table, *_broken_by_split(model, layout))
+        if _ends_stand_alone(job.target, layout):
+            asks_for_layers = (STAGES_HOLD_LAYERS, STAGES_HAVE_LAYERS)
+            broken = tuple(rule for rule in broken if rule not in asks_for_layers)
+        found.append(broken)
+    return found
+
+
+def _broken_by_split(model: ModelSpec, layout: Layout) -> tuple[Rule, ...]:
     split = layout.layers_per_stage
     found = []
     if len(split) != layout.num_stages:
@@ -70,7 +103,7 @@ def broken_partition_rules(model: ModelSpec, layout: Layout) -> tuple[Rule, ...]
     return tuple(found)
 
 
-def ends_stand_alone(target: Target, layout: Layout) -> bool:
+def _ends_stand_alone(target: Target, layout: Layout) -> bool:
     """Whether the only stages without layers are the ends, with the embedding or the head alone.
 
     Megatron counts those as layers where it is told to (`account_for_embedding_in_pipeline_split`,
@@ -83,11 +116,6 @@ def ends_stand_alone(target: Target, layout: Layout) -> bool:
         and min(split) == 0
         and min(split[1:-1]) > 0
     )
-
-
-def partition_holds(model: ModelSpec, layout: Layout) -> bool:
-    """Whether every layer has a stage and every stage a layer."""
-    return not broken_partition_rules(model, layout)
 
 
 def _recompute_fits(layout: Layout) -> bool:

@@ -83,6 +83,15 @@ def _matrix_dims(case: Case) -> list[IntColumn]:
     return dims
 
 
+STAGES_HOLD_LAYERS = Rule(
+    name="stages_hold_layers",
+    reads=("pipeline_parallel", "stages_per_rank"),
+    holds=lambda case: case.num_stages <= case.model.num_layers,
+    says="{num_stages} stages (--pp {pipeline_parallel} x --stages-per-rank "
+    "{stages_per_rank}) are more than the {num_layers} layers of {model}",
+    given=("pipeline_parallel", "stages_per_rank", "num_layers"),
+    blames=("pipeline_parallel", "stages_per_rank"),
+)
 SHAPE_RULES: tuple[Rule, ...] = (
     Rule(
         name="tensor_parallel_divides_heads",
@@ -102,15 +111,7 @@ SHAPE_RULES: tuple[Rule, ...] = (
         given=("tensor_parallel", "ffn_hidden_size"),
         blames=("tensor_parallel",),
     ),
-    Rule(
-        name="stages_hold_layers",
-        reads=("pipeline_parallel", "stages_per_rank"),
-        holds=lambda case: case.num_stages <= case.model.num_layers,
-        says="{num_stages} stages (--pp {pipeline_parallel} x --stages-per-rank "
-        "{stages_per_rank}) are more than the {num_layers} layers of {model}",
-        given=("pipeline_parallel", "stages_per_rank", "num_layers"),
-        blames=("pipeline_parallel", "stages_per_rank"),
-    ),
+    STAGES_HOLD_LAYERS,
     Rule(
         name="sequence_divides",
         reads=(

@@ -23,3 +23,12 @@ def test_megatron_lets_embedding_and_head_have_stages_of_their_own(target, split
     found = {violation.rule for violation in violations(spec, task, cluster(32, 8), lay)}
     assert rules <= found
     assert rules or not found
+
+
+def test_ends_that_stand_alone_do_not_hide_what_would_help():
+    spec = llama_8b(num_layers=30)
+    task = job(target=Target.MEGATRON, global_batch_size=63)
+    split = (0, *[1] * 30, 0)
+    lay = layout(spec, task, 64, pipeline_parallel=32, layers_per_stage=split)
+    (found,) = violations(spec, task, cluster(64, 8), lay)
+    assert found.allowed["global_batch_size"] == (62, 64)
