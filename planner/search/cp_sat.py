@@ -66,9 +66,7 @@ def solve(problem: StageProblem) -> StageSolution:
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         bound = largest_score(problem) if problem.cutoff is None else problem.cutoff + 1
-        return StageSolution(
-            layers_per_stage=(), recomputed=0, score=bound, bound=bound, is_optimal=True
-        )
+        return StageSolution(layers_per_stage=(), recomputed=0, score=bound, bound=bound)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise RuntimeError(
             f"CP-SAT says {solver.status_name(status)} for {problem.num_layers} layers on "
@@ -80,7 +78,6 @@ def solve(problem: StageProblem) -> StageSolution:
         recomputed=solver.value(variables.recomputed),
         score=solver.value(variables.score),
         bound=round(solver.best_objective_bound),
-        is_optimal=status == cp_model.OPTIMAL,
     )
 
 

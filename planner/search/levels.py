@@ -39,18 +39,14 @@ def halved(problem: StageProblem) -> StageSolution | None:
     high = np.full(len(counts), above)
     counts = counts[filled.reach(counts, high)]
     if not len(counts):
-        return StageSolution(
-            layers_per_stage=(), recomputed=0, score=above + 1, bound=above + 1, is_optimal=True
-        )
+        return StageSolution(layers_per_stage=(), recomputed=0, score=above + 1, bound=above + 1)
     least = _least_levels(filled, counts, above)
     best = int(np.argmin(least))  # of equal scores the fewest recomputed layers
     score, recomputed = int(least[best]), int(counts[best])
     split = filled.split(score, recomputed)
     if not _holds(problem, split, recomputed, score):
         return None
-    return StageSolution(
-        layers_per_stage=split, recomputed=recomputed, score=score, bound=score, is_optimal=True
-    )
+    return StageSolution(layers_per_stage=split, recomputed=recomputed, score=score, bound=score)
 
 
 def _least_levels(filled: "_Filled", counts: Ints, above: int) -> Ints:

@@ -79,7 +79,6 @@ class StageSolution:
         recomputed: Layers that each stage recomputes (k).
         score: Its score.
         bound: No split of the problem scores less; above the cutoff when infeasible.
-        is_optimal: Whether the solver proved `score` or that nothing beats the cutoff.
 
     """
 
@@ -87,7 +86,6 @@ class StageSolution:
     recomputed: int
     score: int
     bound: int
-    is_optimal: bool
 
 
 def largest_score(problem: StageProblem) -> int:
