@@ -23,7 +23,7 @@ MUCH_COMMUNICATION = 0.3  # chosen: from this share of a step on, fewer nodes ar
 MUCH_BUBBLE = 0.1  # chosen: a pipeline that idles more than this is called unfilled
 GOOD_BUBBLE = 0.05  # chosen: the bubble that a larger batch is suggested for
 MOST_BANDWIDTH = 2.0**10  # chosen: no network is a thousand times as fast as another
-HALVINGS = 20  # chosen: to a thousandth of the bandwidth
+HALVINGS = 13  # chosen: 1024 ** 2**-13, to a thousandth of the bandwidth
 
 
 def advice(
