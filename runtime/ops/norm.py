@@ -60,36 +60,24 @@ def _(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tenso
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
-
-
-def _differentiate(
-    ctx: Any, gradient: Tensor, of_scale: Tensor | None
-) -> tuple[Tensor, Tensor, None]:
-    del of_scale  # the statistic is not differentiable by contract: nobody else reads it
-    of_input, of_weight = _backward(gradient, *ctx.saved_tensors)
-    return of_input, of_weight, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_keep)
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        normed, scale = _normalised(x, weight, epsilon)
+        normalised = _forward if _is_watched(x) else _normalised
+        normed, scale = normalised(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scale)
         return normed
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_gradients(gradient, *ctx.saved_tensors), None
+        gradients = _backward if _is_watched(gradient) else _gradients
+        return *gradients(gradient, *ctx.saved_tensors), None
 
 
-def _is_watched() -> bool:
-    """Whether a mode (a tracker, fake tensors, a tracer) wants to see operators."""
-    return bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001 (as torch's own modes ask)
+def _is_watched(x: Tensor) -> bool:
+    """Whether a mode (a tracker, fake tensors, a tracer) or the tensor wants to see operators."""
+    modes: int = torch._C._len_torch_dispatch_stack()  # noqa: SLF001 (as torch's own modes ask)
+    return bool(modes) or type(x) is not Tensor
 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Tensor:
@@ -104,9 +92,5 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> Ten
     """
     assert list(shape) == [x.shape[-1]], f"rms_norm over {shape} of {tuple(x.shape)}"
     apply: Any = _RmsNorm.apply
-    normed: Tensor = (
-        _forward(x, weight, epsilon)[0]
-        if _is_watched() or type(x) is not Tensor
-        else apply(x, weight, epsilon)
-    )
+    normed: Tensor = apply(x, weight, epsilon)
     return normed

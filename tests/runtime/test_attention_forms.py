@@ -1,5 +1,7 @@
 """Attention in every form gives the same numbers and keeps what the form promises."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -99,30 +101,46 @@ def test_narrow_values_keep_nothing_as_wide_as_keys():
     assert sum(kept.values()) == 2 * 4 * 64 * (8 + 8 + 3 + 3 + 1) * 4  # q, k, v, output, lse
 
 
-def test_the_norm_equals_torchs_with_its_gradients():
+class Watching(TorchDispatchMode):
+    """Sees every operator, and changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watching", [nullcontext, Watching])
+def test_the_norm_equals_torchs_with_its_gradients(watching):
     x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
     expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
     wanted = torch.autograd.grad(expected, (x, weight), upstream)
-    out = norm.rms_norm(x, [8], weight, 1e-5)
+    with watching():
+        out = norm.rms_norm(x, [8], weight, 1e-5)
+        found = torch.autograd.grad(out, (x, weight), upstream)
     assert torch.allclose(out, expected, atol=1e-12)
-    for got, want in zip(torch.autograd.grad(out, (x, weight), upstream), wanted, strict=True):
+    for got, want in zip(found, wanted, strict=True):
         assert torch.allclose(got, want, atol=1e-12)
 
 
 def test_the_norm_is_one_operator_where_a_mode_watches():
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    seen = []
-    x, weight = torch.randn(4, 64), torch.randn(64)
-    with Watching():
+    x, weight = torch.randn(4, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    upstream = torch.randn_like(x)
+    with Watching() as ahead:
         watched = norm.rms_norm(x, [64], weight, 1e-5)
-    assert seen == ["meshwright.rms_norm.default"]
-    assert torch.equal(watched, norm.rms_norm(x, [64], weight, 1e-5))
+    with Watching() as back:
+        gradients = torch.autograd.grad(watched, (x, weight), upstream)
+    assert ahead.seen == ["meshwright.rms_norm.default"]
+    assert "meshwright.rms_norm_backward.default" in back.seen
+    plain = norm.rms_norm(x, [64], weight, 1e-5)
+    assert torch.equal(watched, plain)
+    for got, want in zip(gradients, torch.autograd.grad(plain, (x, weight), upstream), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_the_norm_keeps_its_input_and_one_number_per_row():
