@@ -1,6 +1,6 @@
 """What a rank does when: its actions, and the transfers behind them, for a picture of a run.
 
-    trace = Trace(rank, device, first_step=2, num_steps=1)
+    trace = Trace(device, first_step=2, num_steps=1)
     mesh = observed(mesh, trace)              every transfer of the mesh's groups tells it
     Executor(..., trace=trace)                every action does
 
@@ -68,11 +68,8 @@ class Transfer:
 class Trace:
     """Collects a rank's events of a few steps."""
 
-    def __init__(
-        self, rank: int, device: torch.device, *, first_step: int = 0, num_steps: int = 1
-    ) -> None:
+    def __init__(self, device: torch.device, *, first_step: int = 0, num_steps: int = 1) -> None:
         """Note what happens in `num_steps` steps from `first_step` on."""
-        self.rank = rank
         self._on_gpu = device.type == "cuda"
         self._steps = range(first_step, first_step + num_steps)
         self._is_on = False

@@ -70,7 +70,7 @@ class Trainer:
         self._options = options
         self._world = world
         self._trace = (
-            Trace(world.rank, world.device, first_step=WARM_UP_STEPS, num_steps=options.trace)
+            Trace(world.device, first_step=WARM_UP_STEPS, num_steps=options.trace)
             if options.trace
             else None
         )

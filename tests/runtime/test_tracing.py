@@ -61,7 +61,7 @@ def traced_run(folder):
     predicted = predicted_actions(plan)
 
     def train(world):
-        trace = Trace(world.rank, world.device, first_step=STEP)
+        trace = Trace(world.device, first_step=STEP)
         mesh = observed(world.mesh(LAYOUT), trace)
         program = program_of(lowered, LAYOUT, mesh)
         values = normal_initialiser(0, MODEL.num_layers, world.device)
@@ -156,7 +156,7 @@ def test_predictions_stand_on_a_track_of_their_own(events):
 
 
 def test_waits_are_part_of_their_transfer():
-    trace = Trace(0, torch.device("cpu"))
+    trace = Trace(torch.device("cpu"))
     trace.begin_step(0)
     pending = Pending((), torch.zeros(1)).watched_by(trace.transfer("all_reduce", "dp", 4))
     pending.wait()
