@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own idiom)
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule
 
@@ -37,11 +37,15 @@ class _Product:
         return self.gradient.flatten(0, -2).T @ self.source.flatten(0, -2)
 
 
-class WeightGradients:
-    """Weight gradients that were put off, by stage and micro-batch."""
+class WeightGradients(nn.Module):
+    """Weight gradients that were put off, by stage and micro-batch.
+
+    A module without parameters, so that a graph can name it as one of its own.
+    """
 
     def __init__(self) -> None:
         """Begin with none."""
+        super().__init__()
         self._waiting: dict[Key, list[_Product]] = {}
         self._key: Key | None = None
 
@@ -80,7 +84,7 @@ def split_linears(unit: GraphModule, put_off: WeightGradients) -> None:
     before   linear(x, weight, bias)
     after    split_linear(x, weight, bias, put_off)
     """
-    setattr(unit, _ATTRIBUTE, put_off)
+    unit.add_submodule(_ATTRIBUTE, put_off)
     graph = unit.graph
     for node in graph.find_nodes(op="call_function", target=_LINEAR):
         with graph.inserting_before(node):
