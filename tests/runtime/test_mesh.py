@@ -32,7 +32,7 @@ def layouts(draw):
         context_parallel=cp,
         expert_parallel=ep,
         expert_tensor_parallel=etp,
-        zero_group=draw(st.sampled_from(zero_groups or [1])),
+        zero_group=draw(st.sampled_from(zero_groups)),
         layers_per_stage=(1,) * pp,
         rank_order=tuple(draw(st.permutations(AXES))),
     )
