@@ -32,7 +32,8 @@ class StageStates:
         share_by_name(stage)
         ways = max(mesh.size("zero"), mesh.size("expert_zero"))
         comes_and_goes = ways > 1 or Offload.PARAMETERS in mesh.layout.offload
-        per_unit = mesh.layout.zero_stage == 3 and comes_and_goes  # noqa: PLR2004
+        # A bucket of several small units would hold the whole gradients of all of them at once.
+        per_unit = mesh.layout.zero_stage >= 2 and comes_and_goes  # noqa: PLR2004  (gradients)
         limit = 0 if per_unit else bucket_bytes
         self.buckets = tuple(
             Bucket(

@@ -1,8 +1,9 @@
 """ShardedStates: the parameters of a rank's stages, their gradients and who keeps what (ZeRO).
 
-Parameters are packed into buckets (`packing.py`, `buckets.py`); with ZeRO-3 one set per unit, so
-that a unit's weights come and go together (`gathering.py`). Gradients are reduced in buckets behind
-the backward that completes them (`stage_states.py`), always in the same order on all ranks.
+Parameters are packed into buckets (`packing.py`, `buckets.py`); with ZeRO-2 and ZeRO-3 one set per
+unit, so that a unit's gradients and weights come and go together (`gathering.py`). Gradients are
+reduced in buckets behind the backward that completes them (`stage_states.py`), always in the same
+order on all ranks.
 """
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from costmodels.units import MIB
 from runtime import collectives
-from runtime.buckets import Bucket, Values
+from runtime.buckets import Bucket
 from runtime.first_values import Initialiser, move_buffers, own_piece
 from runtime.mesh import Mesh
 from runtime.packing import Precisions
-from runtime.program import ParameterShard, Program
+from runtime.program import Program
 from runtime.stage_states import StageStates
 
 __all__ = ["Precisions", "ShardedStates"]
@@ -45,15 +46,16 @@ class ShardedStates:
             program: Its parameters have their values, or lie on meta.
             mesh: Where this rank stands.
             precisions: Formats of the states.
-            initialise: Makes parameters for a program on meta, one after the other: with ZeRO-3 a
-                rank never holds more than its tensor-parallel piece of one unit's weights.
+            initialise: Makes parameters for a program on meta, one after the other: with ZeRO-3,
+                and one that can make pieces, a rank never holds more than its tensor-parallel
+                piece of one unit's weights.
             bucket_bytes: Parameters are grouped up to this size.
 
         """
         self._mesh = mesh
         self._precisions = precisions
         move_buffers(program, mesh.device)
-        make = None if initialise is None else _piece_maker(initialise, mesh)
+        make = None if initialise is None else lambda shard: own_piece(initialise, shard, mesh)
         self._stages = {
             stage.index: StageStates(stage, mesh, precisions, make, bucket_bytes)
             for stage in program.stages
@@ -123,13 +125,6 @@ class ShardedStates:
             bucket.start_publish()
         for bucket in self.buckets:
             bucket.wait_gather()
-
-
-def _piece_maker(initialise: Initialiser, mesh: Mesh) -> Values:
-    def piece(shard: ParameterShard) -> Tensor:
-        return own_piece(initialise, shard, mesh)
-
-    return piece
 
 
 def _has_both_ends(bucket: Bucket) -> bool:

@@ -15,6 +15,7 @@ from runtime.lower import lower_graph
 
 LLAMA = replace(read_model("llama-3.1-8b"), num_layers=4)
 SMALL = replace(read_model("llama-3.2-1b"), num_layers=4)  # tied embeddings
+TINY = read_model("20m")  # many layers would share one bucket
 LATENT = replace(read_model("deepseek-v2-lite"), num_layers=2)  # the second with experts
 
 ONE_STAGE = {"layers_per_stage": (4,)}
@@ -31,6 +32,11 @@ CASES = {
     "optimizer states cut": (LLAMA, {**SHARDED, "zero_stage": 1}, {"grad_dtype": "bf16"}),
     "bf16 states": (LLAMA, {**SHARDED, "zero_stage": 1}, {"optimizer": Optimizer.ADAMW_BF16}),
     "gradients cut": (LLAMA, {**SHARDED, "zero_stage": 2, "num_micro_batches": 2}, {}),
+    "gradients of small layers cut": (
+        TINY,
+        {"data_parallel": 2, "zero_group": 2, "zero_stage": 2, "layers_per_stage": (12,)},
+        {},
+    ),
     "weights cut": (LLAMA, {**SHARDED, "zero_stage": 3, "recompute": Recompute.FULL}, {}),
     "tied weights cut": (SMALL, {**SHARDED, "zero_stage": 3}, {}),
     # Each expert lies on one rank alone: ZeRO-3 cuts and gathers everything but experts.
