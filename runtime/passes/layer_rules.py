@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from runtime import collectives
+from runtime import vocab_parallel
 from runtime.passes.basic_rules import done_whole, whole
 from runtime.passes.placements import Partial, Placement, Replicated, Sharded
 from runtime.passes.sharder import AXIS, SEQUENCE_DIM, Sharder
@@ -60,7 +60,7 @@ def embedding(sharder: Sharder, node: Node) -> Placement:
     assert isinstance(weight, Node)
     if isinstance(sharder.placement(weight), Replicated):
         return _replicated_embedding(sharder, node, weight)
-    lookup = collectives.vocab_parallel_embedding
+    lookup = vocab_parallel.vocab_parallel_embedding
     found = sharder.call(lookup, (weight, ids, sharder.mesh, AXIS), node, Partial())
     total = sharder.to_stream(found, node)
     node.replace_all_uses_with(total)
@@ -89,7 +89,7 @@ def cross_entropy(sharder: Sharder, node: Node) -> Placement:
     assert sharder.placement(logits) == Sharded(1), f"{node.name}: logits are not [tokens, V/tp]"
     vocab_size = int(logits.meta["val"].shape[1])
     arguments = (logits, labels, sharder.mesh, AXIS, vocab_size, IGNORED_LABEL)
-    loss = sharder.call(collectives.vocab_parallel_cross_entropy, arguments, node, Replicated())
+    loss = sharder.call(vocab_parallel.vocab_parallel_cross_entropy, arguments, node, Replicated())
     node.replace_all_uses_with(loss)
     sharder.graph.erase_node(node)
     return Replicated()

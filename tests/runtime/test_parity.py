@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from costmodels.job import Optimizer
 from costmodels.layout import Layout
-from runtime import collectives
+from runtime import collectives, vocab_parallel
 from runtime.launch import run_ranks
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate
 from runtime.program import IGNORED_LABEL
@@ -151,11 +151,11 @@ def collective_nodes(unit):
     return [
         node
         for node in unit.graph.nodes
-        if node.op == "call_function" and getattr(node.target, "__module__", "") == NAMES
+        if node.op == "call_function" and getattr(node.target, "__module__", "") in MODULES
     ]
 
 
-NAMES = collectives.__name__
+MODULES = (collectives.__name__, vocab_parallel.__name__)
 
 
 def _nothing(x, *_):
