@@ -57,10 +57,11 @@ def start_reduce_scatter(full: Tensor, group: Group) -> Pending:
 
     def finish() -> Tensor:
         terms = [received.get(rank, parts[group.index]) for rank in range(group.size)]
-        total = terms[0] + terms[1]
-        for term in terms[2:]:
+        # 16-bit terms are summed in fp32: rounding after each would lose a bit per rank.
+        total = terms[0].to(torch.promote_types(full.dtype, torch.float32), copy=True)
+        for term in terms[1:]:
             total += term
-        return total
+        return total.to(full.dtype)
 
     return Pending(works, full, keep=full, finish=finish)
 

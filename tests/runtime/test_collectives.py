@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from costmodels.layout import Layout
-from runtime import collectives
+from runtime import collectives, vocab_parallel
 from runtime.launch import run_ranks
 
 
@@ -124,10 +124,10 @@ def test_vocab_parallel_embedding_and_loss_equal_torch_with_a_padded_vocabulary(
         ids = torch.tensor([[0, 9, 3], [7, 5, 9]])
         labels = torch.tensor([9, -100, 3, 0, 6, -100])
         piece = table.chunk(num_ranks)[world.rank].clone().requires_grad_()
-        partial = collectives.vocab_parallel_embedding(piece, ids, mesh, "tp")
+        partial = vocab_parallel.vocab_parallel_embedding(piece, ids, mesh, "tp")
         x = collectives.reduce_from(partial, mesh, "tp").view(-1, hidden)
         x = collectives.copy_to(x, mesh, "tp")
-        loss = collectives.vocab_parallel_cross_entropy(
+        loss = vocab_parallel.vocab_parallel_cross_entropy(
             x @ piece.T, labels, mesh, "tp", vocab, -100
         )
         loss.backward()
@@ -145,3 +145,13 @@ def test_vocab_parallel_embedding_and_loss_equal_torch_with_a_padded_vocabulary(
     for loss_error, gradient_error in run_ranks(work, num_ranks):
         assert loss_error < 1e-12
         assert gradient_error < 1e-12
+
+
+def test_sixteen_bit_terms_are_summed_in_fp32():
+    def work(world):
+        group = world.mesh(tensor_parallel(4)).group("tp")
+        # 256 + 1 is 256 in bf16, whose numbers lie 2 apart there: a sum that rounds stays.
+        full = torch.full((8,), 256.0 if world.rank == 0 else 1.0, dtype=torch.bfloat16)
+        return collectives.start_reduce_scatter(full, group).wait().tolist()
+
+    assert run_ranks(work, 4) == [[260.0, 260.0]] * 4  # 259, to the even neighbour
