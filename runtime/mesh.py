@@ -191,13 +191,14 @@ def join(
     local_rank, num_local = rank, world_size
     if store is None:
         local_rank, num_local = (
-            int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE")
+            int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("RANK", "WORLD_SIZE")
         )
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps the store when it starts ranks again: the dead ranks' keys are still there.
         store = PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set_timeout(timeout)
-    if device.type == "cpu":  # before gloo starts its threads
+    # Before gloo starts its threads; launchers other than torchrun may not say how many there are.
+    if device.type == "cpu" and num_local:
         bind_to_cores(local_rank, num_local)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

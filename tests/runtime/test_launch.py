@@ -2,14 +2,18 @@
 
 import os
 import signal
+import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from costmodels.layout import Layout
 from runtime import collectives
 from runtime.launch import RankFailedError, run_ranks
+from runtime.mesh import join
 
 
 def test_results_come_back_in_rank_order():
@@ -48,3 +52,21 @@ def test_a_rank_that_hangs_is_ended_at_the_timeout():
 
     with pytest.raises(RankFailedError, match=r"no answer within 1\.5 s from rank 0"):
         run_ranks(work, 2, timeout=1.5)
+
+
+def test_a_launcher_that_says_no_local_rank_can_join():
+    """MPI and Slurm wrappers set the global numbers only."""
+
+    def work(_):
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+        dist.destroy_process_group()
+        with join(device=torch.device("cpu"), timeout=timedelta(seconds=20)) as world:
+            size = world.size
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return size
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert run_ranks(work, 1) == [1]
