@@ -8,6 +8,13 @@ times as long. Bound ranks also keep what their caches hold.
 import os
 
 
+def available_cores() -> int:
+    """Return how many cores this process may use, which may be fewer than the host has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def bind_to_cores(rank: int, num_ranks: int) -> None:
     """Keep this process, and the threads that it starts from now on, on its share of the cores.
 

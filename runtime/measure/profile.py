@@ -20,6 +20,7 @@ from costmodels.layout import Layout
 from costmodels.profile_schema import MACHINE_KEYS, Entry
 from costmodels.profile_toml import profile_entries, profile_from_entries
 from costmodels.units import GIB
+from runtime.cores import available_cores
 from runtime.launch import run_ranks
 from runtime.measure.fitting import (
     Found,
@@ -86,9 +87,11 @@ def measure_profile(
     torch.set_num_threads(1)  # before the fork: OpenMP's threads do not survive it
 
     graphs = traced_decoders(ranks) if device == "cpu" else ()
+    shares_cores = ranks > available_cores()  # before ranks are bound to theirs
 
     def work(world: World) -> dict[str, Any]:
-        return _measure(world, graphs, progress if world.rank == 0 else lambda _: None)
+        say = progress if world.rank == 0 else lambda _: None
+        return _measure(world, graphs, say, shares_cores=shares_cores)
 
     told = run_ranks(work, ranks, timeout=TIMEOUT, device_type=device)[0]
     samples = [from_json(value) for value in told["samples"]]
@@ -96,7 +99,11 @@ def measure_profile(
 
 
 def _measure(
-    world: World, graphs: Sequence[GraphModule], progress: Callable[[str], None]
+    world: World,
+    graphs: Sequence[GraphModule],
+    progress: Callable[[str], None],
+    *,
+    shares_cores: bool,
 ) -> dict[str, Any]:
     """Measure on one rank; every rank takes the same samples in the same order."""
     alone = Layout(data_parallel=world.size, layers_per_stage=(1,))
@@ -111,7 +118,7 @@ def _measure(
         samples: list[Sample] = []
         for name, source in (
             ("kernels", kernel_samples(watch)),
-            ("transfers", transfer_samples(watch, world)),
+            ("transfers", transfer_samples(watch, world, shares_cores=shares_cores)),
             ("overlap", overlap_samples(watch, world)),
             ("programs", program_samples(watch, world, graphs)),
         ):

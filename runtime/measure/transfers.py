@@ -7,7 +7,6 @@ other, threads sleep and wake, caches hold other things. Ranks that share cores 
 they would measure how the cores are shared.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,9 +36,16 @@ ITEM = 4  # bytes of fp32
 AXIS = "tp"  # the groups are those of this axis
 
 
-def transfer_samples(watch: Stopwatch, world: World) -> Iterator[Sample]:
-    """Measure every exchange in groups of each size that divides the ranks."""
-    work = _work(watch, world)
+def transfer_samples(watch: Stopwatch, world: World, *, shares_cores: bool) -> Iterator[Sample]:
+    """Measure every exchange in groups of each size that divides the ranks.
+
+    Args:
+        watch: Measures on this rank.
+        world: All ranks that measure.
+        shares_cores: Whether there are more ranks than cores.
+
+    """
+    work = _work(watch, shares_cores=shares_cores)
     for size in group_sizes(world.size):
         mesh = _mesh_of_groups(world, size)
         for num_bytes in SIZES[watch.device.type]:
@@ -51,11 +57,11 @@ def transfer_samples(watch: Stopwatch, world: World) -> Iterator[Sample]:
                 yield sample(formula, "fp32", seconds, payload=num_bytes, outer=1, **group)
 
 
-def _work(watch: Stopwatch, world: World) -> Callable[[], object] | None:
+def _work(watch: Stopwatch, *, shares_cores: bool) -> Callable[[], object] | None:
     """Return what ranks do between two exchanges; None for GPUs, whose host only waits."""
     if watch.device.type != "cpu":
         return None
-    if world.size > (os.cpu_count() or 1):
+    if shares_cores:
         return lambda: time.sleep(PAUSE)
     a = torch.ones(WORK_WIDTH, WORK_WIDTH)
     return lambda: torch.mm(a, a)

@@ -136,7 +136,7 @@ def test_transfers_are_measured_in_groups_of_every_size(monkeypatch):
     monkeypatch.setitem(transfers.SIZES, "cpu", (1024, 4096))
 
     def work(world):
-        taken = transfers.transfer_samples(OneCallWatch(), world)
+        taken = transfers.transfer_samples(OneCallWatch(), world, shares_cores=True)
         return [[s.formula, s["payload"], dict(s.arguments).get("inner")] for s in taken]
 
     results = run_ranks(work, 4)
