@@ -14,9 +14,9 @@ def equal_one_process(record_property):
     from parity_cases import check  # noqa: PLC0415  (few tests need the planner's space)
     from parity_space import facts  # noqa: PLC0415
 
-    def hold(name, num_ranks, cases):
+    def hold(name, num_ranks, cases, timeout=600):
         assert cases
-        errors = check(name, num_ranks, cases)
+        errors = check(name, num_ranks, cases, timeout)
         rows = [
             {"model": name, **facts(layout), "errors": kinds}
             for layout, kinds in zip(cases, errors, strict=True)

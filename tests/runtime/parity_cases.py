@@ -279,9 +279,10 @@ def _worst_update(states, mesh, before, truth):
     return worst_error
 
 
-def check(name, num_ranks, cases, timeout=1800):
+def check(name, num_ranks, cases, timeout):
     """Hold layouts to one process, many in one launch; return their worst error of each kind.
 
+    A launch that takes longer than the timeout, in seconds, is ended: no hang holds a test run.
     Gradients and updates are judged by the largest entry of their tensor.
     """
     worst_of = []

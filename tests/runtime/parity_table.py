@@ -1,4 +1,4 @@
-"""Prints what the parity matrix passed, as the tables of runtime/README.md.
+"""Prints what the parity matrix passed, as tables in Markdown.
 
 python tests/runtime/parity_table.py REPORT.xml...    (reports of pytest's --junitxml)
 """

@@ -8,6 +8,7 @@ a cover of all triples of choices (all would be nine thousand). Parts are in the
 add: the first ones hold a cover of all pairs, the next one of all triples.
 """
 
+from functools import cache
 from math import ceil
 
 import pytest
@@ -33,13 +34,21 @@ def part_of(cases, part, count):
     return cases[part * size : (part + 1) * size]
 
 
+@cache  # every part of a model and a number of ranks takes its share of one order
+def ordered(name, num_ranks, *, experts_only=False):
+    found = layouts(name, num_ranks)
+    if experts_only:
+        found = [layout for layout in found if spreads_experts(layout)]
+    return by_importance(found, experts_only=experts_only)
+
+
 @pytest.mark.parametrize(("num_ranks", "part"), numbered(DENSE_PARTS))
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_of_the_space_equals_one_process(name, num_ranks, part, equal_one_process):
-    covering, others = by_importance(layouts(name, num_ranks))
+    covering, others = ordered(name, num_ranks)
     cases = part_of(covering + others, part, DENSE_PARTS[num_ranks])
     own = share_of_model(MODELS, name, cases)
-    equal_one_process(name, num_ranks, own)
+    equal_one_process(name, num_ranks, own, timeout=1800)
 
 
 @pytest.mark.parametrize(("num_ranks", "part"), numbered(EXPERT_PARTS))
@@ -47,8 +56,7 @@ def test_every_layout_of_the_space_equals_one_process(name, num_ranks, part, equ
 def test_every_layout_that_spreads_experts_equals_one_process(
     name, num_ranks, part, equal_one_process
 ):
-    spread = [layout for layout in layouts(name, num_ranks) if spreads_experts(layout)]
-    covering, others = by_importance(spread, experts_only=True)
+    covering, others = ordered(name, num_ranks, experts_only=True)
     cases = covering if num_ranks == 8 else covering + others
     own = share_of_model(EXPERTS, name, part_of(cases, part, EXPERT_PARTS[num_ranks]))
-    equal_one_process(name, num_ranks, own)
+    equal_one_process(name, num_ranks, own, timeout=1800)
