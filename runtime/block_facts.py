@@ -1,10 +1,13 @@
 """The facts of one block of a traced module: heads, widths, norms, biases, what is left over."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
 from runtime.ops import norm
 from runtime.roles import Part, Role, linear_sources, parameter_name
@@ -87,20 +90,14 @@ def facts_of_block(
 
     """
     attention, output, down = _products(nodes, roles, where)
-    query, key = (operand.meta["val"].shape for operand in attention.all_input_nodes[:2])
+    query, key = (_shape(operand) for operand in attention.args[:2])
     columns, inputs = linear_sources(output), linear_sources(down)
-    width = int(down.args[0].meta["val"].shape[-1])  # type: ignore[union-attr]  # a linear reads a node
+    width = int(_shape(down.args[0])[-1])
     made = sum(int(node.meta["val"].shape[-1]) for node in inputs)
     if made not in (width, 2 * width):
         raise ValueError(f"{where} makes {made} features for a feed-forward of width {width}")
     inside = _ancestors(attention, within=set(nodes))
-    held = {
-        str(source.target)
-        for node in nodes
-        for source in node.all_input_nodes
-        if source.op == "get_attr"
-    }
-    parameters = {name: p for name, p in graph.named_parameters() if name in held}
+    parameters = held_parameters(graph, nodes)
     vectors = {name: p.numel() for name, p in parameters.items() if p.dim() <= 1}
     norms = [node for node in nodes if _is_norm(node, _TOKENS_RANK)]
     head_norms = [node for node in nodes if _is_norm(node, _HEADS_RANK)]
@@ -111,9 +108,9 @@ def facts_of_block(
         width=width,
         is_gated=made == 2 * width,
         activation="silu" if _has(nodes, _aten.silu.default) else "gelu",
-        qkv_bias=all(_has_bias(node) for node in columns),
-        output_bias=_has_bias(output),
-        ffn_bias=all(_has_bias(node) for node in (*inputs, down)),
+        qkv_bias=all(has_bias(node) for node in columns),
+        output_bias=has_bias(output),
+        ffn_bias=all(has_bias(node) for node in (*inputs, down)),
         num_norms=len(norms),
         norm_vectors=sum(_num_vectors(node) for node in norms),
         qk_norm=len(head_norms) == 2 and all(_num_vectors(n) == 1 for n in head_norms),  # noqa: PLR2004  (query, key)
@@ -127,6 +124,28 @@ def facts_of_block(
             p.numel() for name, p in parameters.items() if p.dim() > 1 and name not in roles
         ),
     )
+
+
+def held_parameters(graph: GraphModule, nodes: Iterable[Node]) -> dict[str, Tensor]:
+    """Return the parameters that nodes read, by name, in the order of the model."""
+    held = {
+        str(source.target)
+        for node in nodes
+        for source in node.all_input_nodes
+        if source.op == "get_attr"
+    }
+    return {name: p for name, p in graph.named_parameters() if name in held}
+
+
+def has_bias(linear: Node) -> bool:
+    """Tell whether a linear layer adds a bias."""
+    return len(linear.args) > 2 and linear.args[2] is not None  # noqa: PLR2004  (input, weight, bias)
+
+
+def _shape(operand: Argument) -> Sequence[int]:
+    assert isinstance(operand, Node)
+    shape: Sequence[int] = operand.meta["val"].shape
+    return shape
 
 
 def _products(nodes: list[Node], roles: dict[str, Role], where: str) -> tuple[Node, Node, Node]:
@@ -201,10 +220,6 @@ def _reads_vector(node: Node) -> bool:
     return node.target is _aten.mul.Tensor and any(
         source.op == "get_attr" and source.meta["val"].dim() == 1 for source in node.all_input_nodes
     )
-
-
-def _has_bias(linear: Node) -> bool:
-    return len(linear.args) > 2 and linear.args[2] is not None  # noqa: PLR2004  (input, weight, bias)
 
 
 def _has(nodes: list[Node], target: object) -> bool:

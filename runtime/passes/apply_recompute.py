@@ -76,7 +76,9 @@ def _attention_function(context: LoweringContext) -> Callable[..., Tensor]:
 
 def _is_torchs_own(node: Node, context: LoweringContext) -> bool:
     """Whether torch's function runs as one fused kernel, which is what the plan asks for."""
-    query, _, value, *_ = node.all_input_nodes
+    query, _, value = node.args[:3]  # by place: keys may be the values
+    assert isinstance(query, Node)
+    assert isinstance(value, Node)
     is_even = query.meta["val"].shape[-1] == value.meta["val"].shape[-1]
     selective = context.layout.recompute is Recompute.SELECTIVE
     return context.flash_attention and not selective and is_even

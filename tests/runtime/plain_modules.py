@@ -174,6 +174,28 @@ def by_hand():
     return model
 
 
+class KeysAreValues(SelfAttention):
+    """Attends to what it returns: one matrix for queries, one for keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_qkv = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        parts = self.to_qkv(x).split(WIDTH, dim=2)
+        q, k = (p.view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2) for p in parts)
+        y = functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+def keys_are_values():
+    model = PlainGpt()
+    for cell in model.cells:
+        cell.attention = KeysAreValues()
+    return model
+
+
 def uneven():
     model = PlainGpt()
     model.cells[-1].widen, model.cells[-1].narrow = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)

@@ -57,6 +57,7 @@ def test_what_no_rule_cuts_is_named_with_its_cost():
         ("plain_modules:no_module", "returns a int"),
         ("plain_modules:lone_layer", "takes"),
         ("plain_modules:uneven", "block 3 is"),
+        ("plain_modules:keys_are_values", "of which the planner explains"),
         ("plain_modules:by_hand", "scaled_dot_product_attention 0 times"),
         ("two words", "not of the form"),
     ],
@@ -187,6 +188,17 @@ def check_parity(make, layouts):
 @pytest.mark.parametrize("make", [plain.plain_gpt, plain.plain_mixer])
 def test_a_plain_module_gives_the_gradients_of_one_process(make):
     check_parity(make, LAYOUTS)
+
+
+def test_keys_that_are_values_give_the_gradients_of_one_process():
+    check_parity(
+        plain.keys_are_values,
+        [
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            {"context_parallel": 4},
+            {"data_parallel": 4, "recompute": Recompute.SELECTIVE},
+        ],
+    )
 
 
 def test_unmodified_mixtral_gives_the_gradients_of_one_process_with_experts_spread():
