@@ -19,8 +19,9 @@ from torch import Generator, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.plan import Plan
+from planner.rules.native_jobs import TRACED
 from runtime.capture import capture, weights_on_meta
-from runtime.described import ARCHITECTURE, Description, describe
+from runtime.described import Description, describe
 from runtime.initialise import drawn, whole_places
 from runtime.mesh import Mesh
 from runtime.models.same import differences
@@ -205,7 +206,7 @@ def needs_module(plan: Plan, reference: str | None) -> bool:
         ValueError: It is, and no function is named; or it is not, and one is.
 
     """
-    is_traced = plan.model.architecture == ARCHITECTURE
+    is_traced = plan.model.architecture == TRACED
     if is_traced and reference is None:
         raise ValueError(
             f"the plan is of the module {plan.model.name}, which a plan cannot hold: name the "

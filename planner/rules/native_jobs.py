@@ -21,7 +21,7 @@ ARCHITECTURES = frozenset(
         "gpt2",
     }
 )
-TRACED = "module"  # what `runtime.described` calls a module that a person's function builds
+TRACED = "module"  # the architecture of a specification that describes a traced module
 PRECISIONS = frozenset({Precision.BF16, Precision.FP32})
 OPTIMIZERS = frozenset({Optimizer.ADAMW, Optimizer.ADAMW_BF16, Optimizer.SGD})
 
