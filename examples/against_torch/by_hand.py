@@ -68,6 +68,18 @@ def average(loss: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
+def learn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor
+) -> Tensor:
+    """Run one step on this rank's tokens [B, S] and return this rank's loss."""
+    loss = cross_entropy(model(ids, positions_of(ids)), labels)
+    loss.backward()
+    clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 class Ddp:
     """Every rank holds the model and sees its own tokens."""
 
@@ -77,12 +89,7 @@ class Ddp:
 
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Run one step on this rank's tokens [B, S] and return the loss of all ranks."""
-        loss = cross_entropy(self._model(ids, positions_of(ids)), labels)
-        loss.backward()
-        clip_grad_norm_(self._model.parameters(), MAX_NORM, foreach=True)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return average(loss)
+        return average(learn(self._model, self._optimizer, ids, labels))
 
 
 class FullyShard:
@@ -100,12 +107,7 @@ class FullyShard:
 
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Run one step on this rank's tokens [B, S] and return the loss of all ranks."""
-        loss = cross_entropy(self._model(ids, positions_of(ids)), labels)
-        loss.backward()
-        clip_grad_norm_(self._model.parameters(), MAX_NORM, foreach=True)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return average(loss)
+        return average(learn(self._model, self._optimizer, ids, labels))
 
 
 class TensorParallel:
