@@ -17,6 +17,7 @@ from typing import Any
 from costmodels.hardware import Cluster, make_cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
+from costmodels.model import ModelSpec
 from costmodels.profile_toml import profile_from_toml, profile_value
 from costmodels.profile_writer import profile_to_toml
 from planner.constraints import FREE, applicable
@@ -30,6 +31,7 @@ JOB_KEYS = ("seq_len", "global_batch_size")
 GPUS = "gpus"
 SIZES_TRIED = 16  # chosen: sizes of a job between the present one and the asked one
 MOST_HALVINGS = 20  # chosen: to a millionth of the interval
+DIGITS = 9  # chosen: of a figure that is tried, as plan files round theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class Changed:
         after: The same layout after the change; illegal where it no longer works out.
         best: The best layout after the change, None where nothing fits.
         threshold: The value from which on `best` is ahead of the plan's layout, None where the
-            plan's layout stays the best or no value in between decides it.
+            plan's layout stays the best, where `best` is ahead already as things are, and where no
+            value in between decides it.
 
     """
 
@@ -83,8 +86,16 @@ def what_if(plan: Plan, change: str) -> Changed:
     moved = best is not None and best.layout != after.layout
     threshold = None
     if moved and best is not None and key != GPUS:
-        found = _size_threshold if key in JOB_KEYS else _threshold
-        threshold = found(plan, best.layout, old, new, inputs_at)
+        theirs = best.layout
+
+        def is_ahead_at(value: str) -> bool:
+            return is_ahead(plan.model, inputs_at(value), theirs, plan.layout)
+
+        if key in JOB_KEYS:
+            unit = _size_unit(plan.layout, theirs)
+            threshold = _size_threshold(old, new, unit, is_ahead_at)
+        else:
+            threshold = _threshold(old, new, is_ahead_at)
     return Changed(
         key=key, old=old, new=new, before=before, after=after, best=best, threshold=threshold
     )
@@ -117,51 +128,54 @@ def _axis(plan: Plan, key: str, text: str) -> tuple[float, Callable[[str], Input
     return profile_value(toml, key), at_figure
 
 
-def _threshold(
-    plan: Plan, best: Layout, old: float, new: float, inputs_at: Callable[[str], Inputs]
-) -> float | None:
-    def is_ahead(value: float) -> bool:
-        job, cluster = inputs_at(f"{value:.9g}")
-        ours = judge(plan.model, job, cluster, plan.layout)
-        theirs = judge(plan.model, job, cluster, best)
-        if not (ours.runs and theirs.runs):
-            return theirs.runs
-        assert ours.time is not None
-        assert theirs.time is not None
-        return theirs.time.step_seconds < ours.time.step_seconds
+def is_ahead(model: ModelSpec, inputs: Inputs, theirs: Layout, ours: Layout) -> bool:
+    """Whether a layout runs faster than ours, or runs where ours does not.
 
-    if is_ahead(old) or not is_ahead(new):
+    Data parallel and micro-batches of both are derived again.
+    """
+    first, second = (judge(model, *inputs, refitted(one, *inputs)) for one in (theirs, ours))
+    if not (first.runs and second.runs):
+        return first.runs
+    assert first.time is not None
+    assert second.time is not None
+    return first.time.step_seconds < second.time.step_seconds
+
+
+def _threshold(old: float, new: float, is_ahead_at: Callable[[str], bool]) -> float | None:
+    """Return the figure that parts where `best` is behind from where it is ahead."""
+
+    def ahead(value: float) -> bool:
+        return is_ahead_at(f"{value:.{DIGITS}g}")
+
+    if ahead(old) or not ahead(new):
         return None
-    behind, ahead = old, new
+    low, high = old, new  # behind at low, ahead at high
     for _ in range(MOST_HALVINGS):
-        middle = (behind + ahead) / 2
-        behind, ahead = (behind, middle) if is_ahead(middle) else (middle, ahead)
-    return ahead
+        middle = (low + high) / 2
+        low, high = (low, middle) if ahead(middle) else (middle, high)
+    return high
 
 
 def _size_threshold(
-    plan: Plan, best: Layout, old: float, new: float, inputs_at: Callable[[str], Inputs]
+    old: float, new: float, unit: int, is_ahead_at: Callable[[str], bool]
 ) -> float | None:
     """Return the first of some sizes, from the present one on, at which `best` is ahead.
 
     Sizes of a job are whole numbers that both layouts have to divide, so they are tried one by one.
     """
-    unit = lcm(*(one.data_parallel * one.micro_batch_size for one in (plan.layout, best)))
-    unit = lcm(unit, *(sequence_multiple(one) for one in (plan.layout, best)))
+    if is_ahead_at(str(int(old))):
+        return None
     steps = (old + (new - old) * share / SIZES_TRIED for share in range(1, SIZES_TRIED))
     sizes = dict.fromkeys(round(step / unit) * unit for step in steps)
     low, high = sorted((old, new))
-    for size in (*(size for size in sizes if low < size < high), int(new)):
-        job, cluster = inputs_at(str(size))
-        ours, theirs = (
-            judge(plan.model, job, cluster, refitted(one, job, cluster))
-            for one in (plan.layout, best)
-        )
-        if theirs.time is None or not theirs.runs:
-            continue
-        if not ours.runs or ours.time is None or theirs.time.step_seconds < ours.time.step_seconds:
-            return float(size)
-    return None
+    tried = (*(size for size in sizes if low < size < high), int(new))
+    return next((float(size) for size in tried if is_ahead_at(str(size))), None)
+
+
+def _size_unit(*layouts: Layout) -> int:
+    """Return what sizes of a job are multiples of, for all of some layouts."""
+    unit = lcm(*(one.data_parallel * one.micro_batch_size for one in layouts))
+    return lcm(unit, *(sequence_multiple(one) for one in layouts))
 
 
 def _count(key: str, text: str) -> int:

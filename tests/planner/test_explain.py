@@ -1,6 +1,7 @@
 """Explanations name the numbers that decide, and agree with the estimate."""
 
 from dataclasses import replace
+from math import lcm
 
 import pytest
 
@@ -9,8 +10,11 @@ from costmodels.estimate import estimate_time
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.units import GB
+from planner.constraints import FREE, applicable
 from planner.contract import judgement_json
 from planner.explain.formulas import lines_of, worked_formulas
+from planner.explain.margins import refitted
 from planner.explain.question import answer, asked_layout, why_not
 from planner.explain.reasons import bill, differences, limits, side_by_side, why_first
 from planner.explain.sensitivity import sensitivities
@@ -18,6 +22,7 @@ from planner.explain.what_if import what_if
 from planner.judge import Verdict, judge
 from planner.plan import Plan, SolverStatus
 from planner.presets import read_model
+from planner.search.ranking import search
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,12 @@ def plan():
     )
 
 
+def judge_in(plan, layout):
+    return judge(plan.model, plan.job, plan.cluster, layout)
+
+
 def judged(plan, **changes):
-    return judge(plan.model, plan.job, plan.cluster, replace(plan.layout, **changes))
+    return judge_in(plan, replace(plan.layout, **changes))
 
 
 def test_limits_are_shares_of_the_step_and_sum_to_it(plan):
@@ -126,10 +135,58 @@ def test_a_question_recomputes_the_fewest_layers_that_fit(plan):
     assert asked_layout(few, "recompute=full,recompute_layers=5").recompute_layers == 5
 
 
-def test_a_size_of_the_job_says_from_where_on_another_layout_wins(plan):
+def test_where_another_layout_is_ahead_already_nothing_parts_them(plan):
     changed = what_if(plan, "global_batch_size=16")
-    assert changed.best.layout != changed.after.layout
-    assert changed.threshold is None or 16 <= changed.threshold < 64
+    theirs = refitted(changed.best.layout, plan.job, plan.cluster)
+    assert theirs != plan.layout
+    assert judge_in(plan, theirs).time.step_seconds < changed.before.time.step_seconds
+    assert changed.threshold is None
+
+
+@pytest.fixture(scope="module")
+def best_plan(plan):
+    constraints = applicable(FREE, plan.job.target, plan.model)
+    found = search(plan.model, plan.job, plan.cluster, constraints, top=1)
+    return replace(plan, layout=found.plans[0].layout)
+
+
+def order_of(plan, theirs, **inputs):
+    """Whether another layout runs faster than the plan's, or alone, under other inputs."""
+    there = replace(plan, **inputs)
+    ours, theirs = (
+        judge_in(there, refitted(one, there.job, there.cluster)) for one in (plan.layout, theirs)
+    )
+    return theirs.runs and (not ours.runs or theirs.time.step_seconds < ours.time.step_seconds)
+
+
+def test_from_a_threshold_of_the_batch_on_the_order_is_another(best_plan):
+    changed = what_if(best_plan, "global_batch_size=16")
+    theirs, batch = changed.best.layout, int(changed.threshold)
+    assert 16 <= batch < 64
+    step = lcm(*(one.data_parallel * one.micro_batch_size for one in (best_plan.layout, theirs)))
+    before = (batch // step + 1) * step  # the next larger batch that both can do
+    assert before < 64
+    behind, ahead = (replace(best_plan.job, global_batch_size=size) for size in (before, batch))
+    assert not order_of(best_plan, theirs, job=behind)
+    assert order_of(best_plan, theirs, job=ahead)
+
+
+def test_from_a_threshold_of_a_link_on_the_order_is_another(best_plan):
+    changed = what_if(best_plan, "links.inter_node.gb_per_s=1")
+    assert 1 < changed.threshold < changed.old
+    link = best_plan.cluster.profile.inter_node
+    behind, ahead = (
+        replace(
+            best_plan.cluster,
+            profile=replace(
+                best_plan.cluster.profile,
+                inter_node=replace(link, bandwidth=share * changed.threshold * GB),
+            ),
+        )
+        for share in (1.0001, 0.9999)
+    )
+    assert not order_of(best_plan, changed.best.layout, cluster=behind)
+    assert order_of(best_plan, changed.best.layout, cluster=ahead)
 
 
 def test_an_illegal_question_is_answered_with_the_rule(plan):
