@@ -5,7 +5,7 @@ its own bounds. Nothing belongs to a source, a family, a release or a model. Wha
 stands in `fit_loss`; beside it, a weak pull of each constant to the geometric middle of its bounds
 alone decides where no run tells anything:
 
-    loss(c) = loss of the runs + PULL * sum ((ln c - middle) / width)^2
+    loss(c) = loss of the runs + PULL / 2 * mean over constants of ((ln c - middle) / width)^2
 
 Steps are Gauss-Newton's in ln c, reweighted for Huber's loss. Leaving a group out moves the
 constants from the joint optimum by the same derivatives without the group's rows: one linear
@@ -17,9 +17,8 @@ using iteratively reweighted least-squares", Communications in Statistics A6 (19
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,47 +26,20 @@ from numpy.typing import NDArray
 from costmodels.estimate import estimate_time
 from costmodels.hardware import Calibration, Cluster
 from costmodels.layout import Layout
-from costmodels.profile_toml import own_constants
 from costmodels.terms import TimeEstimate
 from planner.codec import rounded
 from planner.measured.errors import measured_rate, scored
 from planner.measured.fit_loss import family_weights, loss_terms
-from planner.measured.models import UnsupportedRowError
+from planner.measured.fit_parameters import FOLLOWERS, Parameter, fitted_parameters, hears
+from planner.measured.models import Row, UnsupportedRowError
 from planner.measured.robust_step import solve
 from planner.measured.rows import MeasuredJob, interpret
 from planner.measured.validate import PREDICTED, best_reading
 
 Array = NDArray[np.float64]
-Row = Mapping[str, str]
 
-COMMON = "common"
 STEP = 0.02  # of ln c in a difference; chosen: above the kinks of ceil and max
 ROUNDS = 3  # chosen: later ones move no constant by more than its uncertainty
-# Fitted elsewhere: constants of the memory model (costmodels/framework_memory.py).
-OF_MEMORY = frozenset({"fragmentation_fraction", "cached_fraction"})
-# Constants that one fitted constant scales along, because no run tells them apart.
-FOLLOWERS = {"attention_forward": "attention_backward"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """A fitted constant: of one generation, or of all that have no value of their own."""
-
-    generation: str
-    name: str
-    value: float
-    low: float
-    high: float
-
-    @property
-    def middle(self) -> float:
-        """Where the constant stands if no run tells."""
-        return math.sqrt(self.low * self.high)
-
-    @property
-    def width(self) -> float:
-        """Standard deviation of its logarithm before any run: the bounds are two apart."""
-        return math.log(self.high / self.low) / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,22 +84,6 @@ class Fitted:
     slopes: Array
 
 
-def fitted_parameters(generations: Sequence[str]) -> tuple[Parameter, ...]:
-    """Return every constant of kind "fitted" that bears on some generations, from their files."""
-    return tuple(
-        Parameter(
-            generation=generation,
-            name=name,
-            value=float(entry.value),  # type: ignore[arg-type]  # checked by the reader
-            low=float(entry.low or entry.value),  # type: ignore[arg-type]
-            high=float(entry.high or entry.value),  # type: ignore[arg-type]
-        )
-        for generation in (COMMON, *sorted(generations))
-        for name, entry in own_constants(generation).items()
-        if entry.kind == "fitted" and name not in OF_MEMORY and name not in FOLLOWERS.values()
-    )
-
-
 def read_samples(rows: Sequence[Row]) -> tuple[Sample, ...]:
     """Return the completed, scored runs of a table that the planner can express."""
     samples = []
@@ -164,7 +120,7 @@ def _with_constants(cluster: Cluster, parameters: Sequence[Parameter], logs: Arr
     profile = cluster.profile
     constants = dict(profile.calibration.constants)
     for parameter, log in zip(parameters, logs, strict=True):
-        if not _bears_on(parameter, profile.generation):
+        if not hears(profile.generation, parameter.generation, parameter.name):
             continue
         factor = math.exp(log) / parameter.value
         for name in (parameter.name, FOLLOWERS.get(parameter.name)):
@@ -172,17 +128,6 @@ def _with_constants(cluster: Cluster, parameters: Sequence[Parameter], logs: Arr
                 constants[name] *= factor
     calibration = Calibration(constants=tuple(constants.items()))
     return replace(cluster, profile=replace(profile, calibration=calibration))
-
-
-def _bears_on(parameter: Parameter, generation: str) -> bool:
-    if parameter.generation != COMMON:
-        return parameter.generation == generation
-    return parameter.name not in _own_names(generation)
-
-
-@lru_cache
-def _own_names(generation: str) -> frozenset[str]:
-    return frozenset(own_constants(generation))
 
 
 def fit_constants(
@@ -227,7 +172,8 @@ def _slopes(
     for j, parameter in enumerate(parameters):
         moved = logs.copy()
         moved[j] += STEP if logs[j] + STEP <= math.log(parameter.high) else -STEP
-        rows = [i for i, s in enumerate(samples) if _bears_on(parameter, s.generation)]
+        file, name = parameter.generation, parameter.name
+        rows = [i for i, s in enumerate(samples) if hears(s.generation, file, name)]
         there = _errors([samples[i] for i in rows], parameters, moved)
         slopes[rows, j] = (there - errors[rows]) / (moved[j] - logs[j])
     return slopes

@@ -1,6 +1,7 @@
 """`planner calibrate --from CSV`: a machine's own constants from its measured runs.
 
-Only the constants that its generation marks as fitted move, between their bounds. A run faster
+Only constants that fits know move, between their bounds: those that bear on the machine's
+generation, also where it chose one by hand, and that some run tells about. A run faster
 than the machine's peak allows is refused by name: it is another machine, or another unit. Runs
 that the fit cannot reach are named, since they often differ in something that the table leaves out.
 """
@@ -13,14 +14,8 @@ import numpy as np
 
 from costmodels.hardware import Calibration, HardwareProfile, Provenance
 from costmodels.parameters import model_flops_per_token
-from planner.measured.fit import (
-    FOLLOWERS,
-    Fitted,
-    Sample,
-    fit_constants,
-    fitted_parameters,
-    read_samples,
-)
+from planner.measured.fit import Fitted, Sample, fit_constants, read_samples
+from planner.measured.fit_parameters import FOLLOWERS, fitted_parameters
 from planner.measured.models import Row
 
 FIGHTS = 3.0  # chosen: robust standard deviations beyond which a run fights the fit
@@ -79,8 +74,10 @@ def fit_profile(
     for sample in samples:
         _refuse_above_peak(sample, _name(rows, sample))
     profile = samples[0].asked.cluster.profile
-    parameters = fitted_parameters([profile.generation])
-    start = fit_constants(samples, parameters, rounds=0)
+    every = fitted_parameters([profile.generation], own_machine=True)
+    start = fit_constants(samples, every, rounds=0)
+    # The pull would carry what no run tells to the middle of its bounds; it stays as it is.
+    parameters = tuple(one for j, one in enumerate(every) if start.slopes[:, j].any())
     fitted = fit_constants(samples, parameters, progress=progress)
     return FittedProfile(
         profile=_with_fitted(profile, fitted, len(samples)),

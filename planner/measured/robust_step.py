@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 HUBER = 0.1  # chosen: errors above 10 % pull with a constant force
-PULL = 0.005  # chosen: against 1 for all families; matters only where few runs tell
+# Chosen: of the mean over constants, against 1 for the level of all families (and fit_loss.ORDER
+# for the order within grids, where there are any); matters only where few runs tell.
+PULL = 0.005
 REWEIGHTINGS = 20
 
 
