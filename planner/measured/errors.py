@@ -33,7 +33,7 @@ def family_errors(rows: Sequence[Row]) -> list[FamilyError]:
     """Return the errors per family over completed core rows, worst throughput first."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row.get("core", "1") == "1" and row.get("status", "ok") == "ok":
+        if scored(row):
             groups[row.get("family", "all")].append(row)
     found = [_family_error(name, members) for name, members in groups.items()]
     return sorted(found, key=lambda error: (-(error.throughput or 0.0), error.family))
@@ -116,9 +116,9 @@ def error_table(rows: Sequence[Row], worst: int | None = None) -> str:
 
 
 def _verdict_line(rows: Sequence[Row]) -> str:
-    scored = [row for row in rows if row.get("core", "1") == "1"]
-    died = [row for row in scored if row.get("status") == "oom"]
-    ran = [row for row in scored if row.get("status") == "ok"]
+    core = [row for row in rows if row.get("core", "1") == "1"]
+    died = [row for row in core if row.get("status") == "oom"]
+    ran = [row for row in core if row.get("status") == "ok"]
     refused = {Verdict.DOES_NOT_FIT.value, Verdict.ILLEGAL.value, UNSUPPORTED}
     caught = sum(row["predicted_verdict"] == Verdict.DOES_NOT_FIT.value for row in died)
     wrong = sum(row["predicted_verdict"] in refused for row in ran)

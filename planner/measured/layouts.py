@@ -64,6 +64,8 @@ def read_layouts(
     readings = [
         one for split in splits for one in _recompute_readings(row, model, job.target, split)
     ]
+    if _wraps_blocks(row, job.target):
+        notes.append("share of recomputed blocks not stated: the fastest that fits")
     if not row["recompute"]:
         readings.sort(key=lambda one: tuple(Recompute).index(one.recompute))
         notes.append("recompute not stated: the least that fits")
@@ -114,6 +116,11 @@ def _stages_per_rank(
     return several or (1,)
 
 
+def _wraps_blocks(row: Row, target: Target) -> bool:
+    """Return whether "selective" means a share of whole blocks, as FSDP trainers wrap them."""
+    return row["recompute"] == Recompute.SELECTIVE.value and target is Target.ACCELERATE
+
+
 def _recompute_readings(
     row: Row, model: ModelSpec, target: Target, base: Layout
 ) -> tuple[Layout, ...]:
@@ -122,8 +129,7 @@ def _recompute_readings(
     Where it says nothing: none; modules (those of Megatron's own recipes where there are experts or
     latent attention); then whole layers, a quarter of each stage more at a time.
     """
-    if row["recompute"] == Recompute.SELECTIVE.value and target is Target.ACCELERATE:
-        # FSDP trainers wrap a share of the blocks whole; rows do not state it.
+    if _wraps_blocks(row, target):
         most = max(base.layers_per_stage)
         counts = sorted({-(-most * quarters // 4) for quarters in (2, 3, 4)})
         full = replace(base, recompute=Recompute.FULL)

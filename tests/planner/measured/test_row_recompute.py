@@ -18,3 +18,4 @@ def test_fsdp_trainers_recompute_a_share_of_whole_blocks():
     asked = interpret(row)
     assert {one.recompute for one in asked.layouts} == {Recompute.FULL}
     assert [one.recompute_layers for one in asked.layouts] == [40, 60, 80]
+    assert "share of recomputed blocks not stated: the fastest that fits" in asked.note
