@@ -50,7 +50,7 @@ def estimate_time(
     """
     costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
     hops = stage_hops(layout, costs)
-    pipeline, ranks, rest = _run(model, job, layout, costs)
+    pipeline, ranks, rest = _run(model, job, layout, costs, hops)
     slowest = max(range(len(ranks)), key=lambda rank: pipeline.busy[rank])
     constants = cluster.profile.calibration
     terms = [
@@ -91,17 +91,17 @@ def step_seconds(
         ValueError: The schedule does not admit the layout's shape.
 
     """
-    pipeline, _, rest = _run(model, job, layout, costs)
+    pipeline, _, rest = _run(model, job, layout, costs, stage_hops(layout, costs))
     before = pipeline.makespan + rest.exposed + cluster.profile.calibration["step_overhead"]
     return before * (1 + stragglers(cluster))
 
 
 def _run(
-    model: ModelSpec, job: TrainingJob, layout: Layout, costs: LayoutCosts
+    model: ModelSpec, job: TrainingJob, layout: Layout, costs: LayoutCosts, hops: list[float]
 ) -> tuple[Pipeline, list[list[StageBlock]], Rest]:
     """Return the simulated pipeline, each rank's blocks, and what the slowest does once."""
     stages = stages_of(model, layout, costs)
-    pipeline = run_pipeline(job, layout, stages, stage_hops(layout, costs))
+    pipeline = run_pipeline(job, layout, stages, hops)
     ranks = [
         [block for stage in layout.stages_of_rank(rank) for block in stages[stage]]
         for rank in range(layout.pipeline_parallel)

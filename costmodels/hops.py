@@ -61,13 +61,13 @@ def pipeline_hops(
     within = Tiers(inner=pair, outer=one)
     shard = shards_of(table, job)
     whole = rates.element_bytes * shard.outer_tokens * model.hidden_size
-    part = rates.element_bytes * shard.tokens * model.hidden_size / table.tensor_parallel
-    gather = collective_seconds("all_gather", whole, placement.tensor, rates)
 
     def seconds(tiers: Tiers) -> Seconds:
         # Where every tensor-parallel rank holds all of them, some frameworks send a part from each
         # and gather the parts on the other side (Narayanan et al., arXiv:2104.04473, section 4.1).
         if scatters_hops(job):
+            part = rates.element_bytes * shard.tokens * model.hidden_size / table.tensor_parallel
+            gather = collective_seconds("all_gather", whole, placement.tensor, rates)
             whole_again = np.where(table.sequence_parallel == 1, 0.0, gather)
             taken = np.asarray(collective_seconds("ring", part, tiers, rates)) + whole_again
         else:

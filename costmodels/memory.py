@@ -24,7 +24,6 @@ from costmodels.rank_memory import (
     fullest_moment,
     kept_by_stage,
     rank_moments,
-    step_bytes,
 )
 from costmodels.stage_memory import EndMemory, LayerMemory, StageMemory
 from costmodels.targets import BEHAVIOURS
@@ -65,15 +64,14 @@ def estimate_memory(
     if blocks is None:
         blocks = blocks_of_layout(model, job, cluster, layout)
     moments = rank_moments(layout)
-    ranks = tuple(
-        _reserved(
-            job,
-            cluster,
-            fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank]),
-            communication=float(blocks.communication[0]),
-            step=step_bytes(model, job, layout, blocks, layout.stages_of_rank(rank)),
-        )
+    fullest = (
+        fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank])
         for rank in range(layout.pipeline_parallel)
+    )
+    communication = float(blocks.communication[0])
+    ranks = tuple(
+        _reserved(job, cluster, parts, communication=communication, step=step)
+        for parts, step in fullest
     )
     worst = max(range(len(ranks)), key=lambda rank: (ranks[rank].reserved, -rank))
     return MemoryEstimate(

@@ -7,6 +7,7 @@ own: nothing starts there before one forward of every rank ahead, and behind its
 ranks ahead run one more each (unless weight gradients may end the step).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,15 +173,19 @@ def _again(costs: LayoutCosts, table: LayoutTable) -> Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MainKind:
-    """Seconds of a layer of the main kind, the cheapest window.
+    """Layers with experts, or without, whichever most are; seconds are of the cheapest window.
 
     Attributes:
+        num_layers: How many there are.
+        alike: One of each window.
         again: What recomputing it adds; 0 where nothing is recomputed.
         other: Work of the cheapest layer of the other kind; inf where there is none.
         other_again: What recomputing that one adds.
 
     """
 
+    num_layers: int
+    alike: tuple[BlockTimes, ...]
     forward: Values
     backward_input: Values
     backward_weight: Values
@@ -200,10 +205,14 @@ class MainKind:
         return least
 
 
+def most_have_experts(counts: Mapping[LayerKind, int]) -> bool:
+    """Return whether layers of the main kind have experts."""
+    return sum(n if kind.has_experts else -n for kind, n in counts.items()) > 0
+
+
 def main_kind(costs: LayoutCosts, counts: dict[LayerKind, int], table: LayoutTable) -> MainKind:
     """Return the layer with experts, or without, whichever most layers are."""
-    with_experts = sum(n for kind, n in counts.items() if kind.has_experts)
-    main = with_experts > sum(counts.values()) - with_experts
+    main = most_have_experts(counts)
     alike = [times for kind, times in costs.layers if kind.has_experts == main]
     others = [times for kind, times in costs.layers if kind.has_experts != main]
     full = table.recompute == FULL_CODE
@@ -214,6 +223,8 @@ def main_kind(costs: LayoutCosts, counts: dict[LayerKind, int], table: LayoutTab
         return values
 
     return MainKind(
+        num_layers=sum(n for kind, n in counts.items() if kind.has_experts == main),
+        alike=tuple(alike),
         forward=least(alike, "forward"),
         backward_input=least(alike, "backward_input"),
         backward_weight=least(alike, "backward_weight"),
@@ -237,12 +248,9 @@ def _levelled_work(
     one stage per rank; with several, nothing is said (0).
     """
     main = main_kind(costs, counts, table)
-    num_layers = max(
-        sum(n for kind, n in counts.items() if kind.has_experts == has) for has in (True, False)
-    )
     p = table.pipeline_parallel.astype(np.float64)
-    most = np.ceil(num_layers / p)
-    spare = most * p - num_layers
+    most = np.ceil(main.num_layers / p)
+    spare = most * p - main.num_layers
 
     def seconds(held: Values) -> Values:
         held = np.maximum(held, 0.0)

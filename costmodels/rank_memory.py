@@ -74,8 +74,11 @@ def fullest_moment(
     *,
     rank: int,
     moments: Moments,
-) -> MemoryParts:
-    """Return the allocator's parts of one pipeline rank at the largest of its moments."""
+) -> tuple[MemoryParts, float]:
+    """Return a pipeline rank's parts at the largest of its moments, and the step's own bytes.
+
+    The latter are buckets, and the copies of 16-bit gradients that optimizers make of their shard.
+    """
     stages = layout.stages_of_rank(rank)
     held = blocks_of_rank(model, layout, blocks, stages)
     states = _states_of_rank(held, blocks)
@@ -89,8 +92,8 @@ def fullest_moment(
     if has_head:
         backward += float(moving.after_head[0])
     late = sum(count * float(block.late_gradients[0]) for block, count in held)
-    step = _Moment(transient=_step_bytes(job, held) + late)
-    found = [step]
+    step = _step_bytes(job, held)
+    found = [_Moment(transient=step + late)]
     for moment in moments:
         kept = sum(count * size for count, size in zip(moment, per_micro_batch, strict=True))
         waiting = moment[-1] if has_head else 0
@@ -115,13 +118,14 @@ def fullest_moment(
                 )
             )
     fullest = max(found, key=lambda one: one.total)
-    return replace(
+    parts = replace(
         states,
         parameters=states.parameters - fullest.released,
         activations=fullest.activations,
         logits=fullest.logits,
         transient=fullest.transient,
     )
+    return parts, step
 
 
 class _Moment(NamedTuple):
@@ -208,19 +212,8 @@ def _recomputes_whole_stage(layout: Layout, stages: Sequence[int]) -> bool:
     return any(0 < count <= (layout.recompute_layers or count) for count in counts)
 
 
-def step_bytes(
-    model: ModelSpec,
-    job: TrainingJob,
-    layout: Layout,
-    blocks: BlockMemory,
-    stages: Sequence[int],
-) -> float:
-    """Return buckets, and the copies of 16-bit gradients that optimizers make of their shard."""
-    return _step_bytes(job, blocks_of_rank(model, layout, blocks, stages))
-
-
 def _step_bytes(job: TrainingJob, held: list[tuple[BlockStates, int]]) -> float:
-    """Return the same for the blocks of a rank."""
+    """Return buckets, and the copies of 16-bit gradients that optimizers make of their shard."""
     per_weight, behaviour = bytes_per_weight(job), BEHAVIOURS[job.target]
     copies = behaviour.step_bytes if per_weight.gradient < FP32_BYTES else 0
     master = per_weight.working if job.optimizer is Optimizer.ADAMW_BF16 else FP32_BYTES

@@ -25,7 +25,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Schedule
 from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs
 from costmodels.layout_table import SCHEDULES, LayoutTable
-from costmodels.model import LayerKind, ModelSpec
+from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import block_totals, main_kind
 from costmodels.stage_room import RoomGroup, StageRooms, stage_rooms
 
@@ -180,10 +180,9 @@ def _scores(model: ModelSpec, costs: LayoutCosts, table: LayoutTable, group: Roo
     # Rank 0 puts off no weight gradient, and its last one ends the step.
     late = np.where(ranks == 0, -1.0, np.minimum(m - 1, ranks))
     second = _WaysOfRanks(fixed=way - weight, times=m - 1, spared=ahead - 1, late=late)
-    alike = [times for kind, times in costs.layers if kind.has_experts == _most(counts)]
     ends = (costs.embedding, costs.head)
-    scores = [ways.scores(rows, alike, ends, pipeline) for ways in (first, second)]
-    evenly = max(counts.values()) / pipeline
+    scores = [ways.scores(rows, main.alike, ends, pipeline) for ways in (first, second)]
+    evenly = main.num_layers / pipeline
     longer = is_zero_bubble & (
         scores[1][0] + evenly * scores[1][1] > scores[0][0] + evenly * scores[0][1]
     )
@@ -194,11 +193,6 @@ def _scores(model: ModelSpec, costs: LayoutCosts, table: LayoutTable, group: Roo
         fixed=np.where(longer, scores[1][0], scores[0][0]),
         redone=m * other[rows][:, None],
     )
-
-
-def _most(counts: dict[LayerKind, int]) -> bool:
-    """Whether most layers have experts."""
-    return sum(n if kind.has_experts else -n for kind, n in counts.items()) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +215,7 @@ class _WaysOfRanks:
     def scores(
         self,
         rows: NDArray[np.int64],
-        layers: list[BlockTimes],
+        layers: tuple[BlockTimes, ...],
         ends: tuple[BlockTimes, BlockTimes],
         pipeline: int,
     ) -> tuple[Values, Values]:

@@ -9,6 +9,7 @@ Recomputing k layers of each stage makes room for more: a stage of n layers with
 in flight holds n * states + f * (n * kept - min(k, n) * (kept - recomputed)).
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.memory_bound import BlockBytes, block_bytes, count_layers, held_micro_batches
 from costmodels.model import ModelSpec
+from costmodels.pipeline_bound import most_have_experts
 from costmodels.recompute_bound import with_recompute
 
 Column = NDArray[np.float64]
@@ -102,8 +104,8 @@ def stage_rooms(
     kept = _bytes(model, job, cluster, table, None)
     again = _bytes(model, job, cluster, table, Recompute.FULL)
     blocks = block_memory(model, job, cluster, table.take(np.arange(1)))
-    kinds = [(count_layers(model, kind.has_experts), not kind.has_experts) for kind in blocks.kinds]
-    main = kinds.index(max(kinds))
+    with_experts = most_have_experts(Counter(model.layer_kinds))
+    main = [kind.has_experts for kind in blocks.kinds].index(with_experts)
     groups = []
     for pipeline in np.unique(table.pipeline_parallel[table.stages_per_rank == 1]):
         alike = (table.pipeline_parallel == pipeline) & (table.stages_per_rank == 1)
@@ -118,7 +120,7 @@ def stage_rooms(
                 recomputed=in_flight * again.kept[rows, main][:, None],
             )
         )
-    num_layers = kinds[main][0]
+    num_layers = count_layers(model, with_experts)
     return StageRooms(
         num_layers=num_layers,
         mean=np.ceil(num_layers / table.pipeline_parallel),

@@ -15,7 +15,7 @@ from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs, rank_
 from costmodels.layout_table import table_of
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import Overlap, passes_beside, sends_hold_rank
-from costmodels.schedule import PipelineShape, StageDurations, build_schedule, simulate
+from costmodels.schedule import StageDurations, build_schedule, simulate
 
 ZERO_2 = 2
 
@@ -148,17 +148,11 @@ def stage_hops(layout: Layout, costs: LayoutCosts) -> list[float]:
 
     Ranks fill one domain after another; only the hops between domains take the network.
     """
-    shape = PipelineShape(
-        schedule=layout.schedule,
-        pipeline_parallel=layout.pipeline_parallel,
-        stages_per_rank=layout.stages_per_rank,
-        num_micro_batches=layout.num_micro_batches,
-    )
     hops = costs.hops
     domain, far, near = int(hops.domain_ranks[0]), float(hops.far[0]), float(hops.near[0])
     return [
         0.0 if rank == other else near if rank // domain == other // domain else far
-        for rank, other in pairwise(shape.rank_of_stage)
+        for rank, other in pairwise(map(layout.rank_of_stage, range(layout.num_stages)))
     ]
 
 

@@ -25,7 +25,6 @@ MODEL = ModelSpec(
     vocab_size=32000,
     training_seq_len=2048,
 )
-JOB = TrainingJob(seq_len=2048, global_batch_size=64)
 
 
 def hops_of(gpus, *, target=Target.NATIVE, **degrees):
