@@ -17,6 +17,7 @@ section 4.2. Bytes of element-wise ops: counted from what each kernel reads and 
 those of 16-bit activations; fp32 jobs have twice as many.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -146,8 +147,12 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
 
 
 def _whole_matrices(model: ModelSpec, shard: Shard) -> Gemm:
-    """Multiply by what no rule cuts: between the parallel regions, in one product of that size."""
-    k = model.hidden_size if model.whole_matrices % model.hidden_size == 0 else 1
+    """Multiply by what no rule cuts: between the parallel regions, in one product of that size.
+
+    Only how many weights there are is known. Most such matrices read or write the hidden state, or
+    one cut into equal parts; a shorter inner dimension would price the filling of tiles alone.
+    """
+    k = math.gcd(model.whole_matrices, model.hidden_size)
     return Gemm(
         name="whole_matrices", module="mlp", m=shard.outer_tokens, n=model.whole_matrices // k, k=k
     )

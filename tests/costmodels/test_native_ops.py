@@ -50,6 +50,17 @@ def layer_ops(job, layout=TP2, model=MODEL):
     return {op.name: op for op in block.ops}
 
 
+@pytest.mark.parametrize(
+    ("weights", "n", "k"),
+    [(64 * 64, 64, 64), (3 * 64, 3, 64), (48 * 32, 24, 64), (3 * 32, 3, 32), (9 * 16, 9, 16)],
+)
+def test_what_no_rule_cuts_is_one_product_as_deep_as_the_hidden_state_allows(weights, n, k):
+    product = layer_ops(BF16, model=replace(MODEL, whole_matrices=weights))["whole_matrices"]
+    assert (product.n, product.k) == (n, k)
+    # Two FLOPs per weight and token; sequence parallelism leaves each of two ranks half the tokens.
+    assert 2 * product.m * product.n * product.k == 2 * TOKENS / 2 * weights
+
+
 def head_ops(job):
     return {op.name: op for op in build_workload(MODEL, job, shard_of(TP2, job)).head.ops}
 
