@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from costmodels import layout_costs
 from costmodels.estimate import estimate_time, stage_costs
 from costmodels.hardware import make_cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.overlap import overlap_of
 from costmodels.parameters import model_flops_per_token
 from costmodels.profile_toml import read_profile
 from planner.presets import read_model
@@ -200,14 +202,18 @@ def test_deepspeeds_pipeline_reduces_gradients_after_its_last_backward():
     assert whole["grad_reduce"].exposed_seconds < whole["grad_reduce"].seconds
 
 
-def test_gradients_summed_inside_their_product_hide_behind_it():
+def test_gradients_summed_inside_their_product_hide_behind_it(monkeypatch):
     split = {"tensor_parallel": 8, "data_parallel": 2}
-    fused, apart = (
-        terms(target, **split)["memory_bound"].seconds
-        for target in (Target.MEGATRON, Target.NANOTRON)
-    )
-    # 8 bytes per weight and micro-batch of 8.03e9 / 8 weights, 32 micro-batches, 2.2 TB/s: 0.12 s.
-    assert apart - fused > 0.08
+    fused = terms(Target.MEGATRON, **split)["memory_bound"].seconds
+
+    def summed_apart(job):
+        return replace(overlap_of(job), accumulation=False)
+
+    monkeypatch.setattr(layout_costs, "overlap_of", summed_apart)
+    apart = terms(Target.MEGATRON, **split)["memory_bound"].seconds
+    # 8 bytes per weight and micro-batch, of 7.5e9 / 8 weights in products, in 32 micro-batches, at
+    # 0.54 of 3.35 TB/s, take 0.134 s; 7 % of it still slow the products down that hide it.
+    assert apart - fused == pytest.approx(0.124, rel=0.1)
 
 
 def test_tensor_parallelism_overlaps_only_where_the_job_says_so():
