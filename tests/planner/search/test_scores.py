@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from small_worlds import llama_8b, mixtral
 
+from costmodels.estimate import estimate_time
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute
@@ -69,6 +70,14 @@ def test_scores_are_not_above_the_exact_seconds(block):
         score = scored.problem.score_of(split.layers_per_stage, split.recompute_layers)
         exact = priced.seconds(split)
         assert 0.3 * exact < scored.seconds(score) <= exact, seed
+
+
+def test_seconds_of_a_split_are_those_of_an_estimate():
+    for seed in range(240, 280):
+        priced = priced_of(random.Random(seed))  # noqa: S311 - layouts, not secrets
+        split = priced.layout
+        time = estimate_time(priced.model, priced.job, CLUSTER, split)
+        assert priced.seconds(split) == pytest.approx(time.step_seconds, rel=1e-9), seed
 
 
 @pytest.mark.parametrize("block", range(2))
