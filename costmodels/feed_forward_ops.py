@@ -17,6 +17,11 @@ from costmodels.shard import Shard, per_rank
 HALF = 2  # bytes of a 16-bit element
 _FULL = 4  # bytes of an fp32 element
 _COUNT = 8  # bytes of a number of rows
+# Kernels that sort token copies by expert, one way. Kind: chosen. Around a plain all-to-all these
+# are torch's sorts, index maps and gathers. DeepEP and HybridEP hand over a routing map, and fused
+# kernels turn it into row numbers and move the rows (NVIDIA/TransformerEngine#1373).
+_PERMUTATION_KERNELS = {"alltoall": 10}
+_FUSED_PERMUTATION_KERNELS = 2
 
 
 def dense_ops(
@@ -189,12 +194,8 @@ def _join(shard: Shard, hidden: int) -> Collective:
 
 
 def _permutation(job: TrainingJob, name: str, elements: Size) -> MemoryPass:
-    """Sort token copies by expert, or weigh and sum them back.
-
-    Dispatchers with kernels of their own (DeepEP, HybridEP) hand the sorting one map; around a
-    plain all-to-all it is made of sorts, index maps and gathers.
-    """
-    kernels = 10 if job.switches.expert_dispatch == "alltoall" else 2
+    """Sort token copies by expert, or weigh and sum them back."""
+    kernels = _PERMUTATION_KERNELS.get(job.switches.expert_dispatch, _FUSED_PERMUTATION_KERNELS)
     return MemoryPass(
         name=name,
         module="moe",
