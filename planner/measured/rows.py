@@ -37,8 +37,9 @@ PROFILES = {
     "MI355X-288GB": "mi355x-288gb",
 }
 
-# Which rule table stands for which software, first match wins, with the reason. A framework
-# selects nothing else.
+# Which rule table stands for which software, first match wins, with the reason. The table also
+# says what a row's recomputation and stages mean (`layouts`), and the software what a silent row is
+# taken to overlap (below). Neither selects a constant.
 FRAMEWORKS = (
     ("megatron-deepspeed", Target.DEEPSPEED, "DeepSpeed owns states and gradients there"),
     ("deepspeed", Target.DEEPSPEED, "DeepSpeed owns states and gradients"),
@@ -159,7 +160,7 @@ def _job(row: Row, batch: int, notes: list[str]) -> TrainingJob:
 def _reduces_beside_backward(row: Row, tags: frozenset[str], target: Target) -> bool:
     """Return whether gradients are reduced beside backward; software's defaults where silent.
 
-    Megatron-LM does so when asked (`--overlap-grad-reduce`, since 2023). DeepSpeed has no hooks for
+    Megatron-LM does so when asked (`--overlap-grad-reduce`). DeepSpeed has no hooks for
     it in stage 1 (microsoft/DeepSpeed#1246), and `overlap_comm` is off below stage 3.
     """
     if "no-comm-overlap" in tags or row["framework"].lower().startswith("megatron-lm"):

@@ -1,4 +1,4 @@
-"""Predict every row of a table of measured runs and report how far off the predictions are.
+"""Predict every row of a table of measured runs (`planner.measured.errors` says how far off).
 
 Predictions depend on a row's description only. A row that cannot be expressed is called
 "unsupported" with the reason; it is never dropped.
