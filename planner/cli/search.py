@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from planner.search_report import Answer
 
 TOP = 5  # chosen: what a screen shows beside its reasons
-FRONT_POINTS = 4  # chosen: each is a search of its own
-FRONT_SHRINK = 0.85  # chosen: four of these halve the memory
+FRONT_POINTS = 4  # chosen: each after the first is a search of its own
+FRONT_SHRINK = 0.85  # chosen: three of these come to 61 % of the memory
 EXAMPLE = "planner search --gpus 64 --model 70b -o plan.json"
 
 
@@ -72,9 +72,11 @@ def _say_what_is_not_run(answer: "Answer") -> None:
     from planner.rules.native_jobs import job_refusals
 
     jobs = dict.fromkeys(found.job for found in answer.found if found.job.target is Target.NATIVE)
-    for job in jobs:
-        for reason in job_refusals(answer.model, job, has_module=True):
-            print(f"note: the native runtime does not run this job: {reason}", file=sys.stderr)
+    reasons = (
+        reason for job in jobs for reason in job_refusals(answer.model, job, has_module=True)
+    )
+    for reason in dict.fromkeys(reasons):
+        print(f"note: the native runtime does not run this job: {reason}", file=sys.stderr)
 
 
 def _constraints(arguments: Namespace, model: "ModelSpec") -> "Constraints":
@@ -134,7 +136,13 @@ def _answer(
     front: tuple[FrontPoint, ...] = ()
     if arguments.top and result.plans:
         front = memory_front(
-            model, job, cluster, constraints, steps=FRONT_POINTS, shrink=FRONT_SHRINK
+            model,
+            job,
+            cluster,
+            constraints,
+            best=result.plans[0],
+            steps=FRONT_POINTS,
+            shrink=FRONT_SHRINK,
         )
     return Answer(
         model=model,

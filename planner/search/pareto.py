@@ -1,7 +1,6 @@
-"""Pareto fronts: what more memory, or more GPUs, buys in time.
+"""Pareto fronts: points that no other one beats or equals in both of two things.
 
-A front over memory is the fastest plan under ever smaller shares of the card; over GPUs it is a
-sweep of counts. Points that another one beats in both are left out.
+A front of time against memory is the fastest plan under ever smaller shares of the card.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,10 +13,7 @@ from costmodels.model import ModelSpec
 from planner.constraints import Constraints
 from planner.judge import Judgement
 from planner.search.ranking import search, share_allowed
-from planner.search.sizing import Sized
 
-MEMORY_STEPS = 8  # chosen: points of a front are read by people
-SHRINK = 0.95  # chosen: a step of memory that is worth asking about
 T = TypeVar("T")
 
 
@@ -34,6 +30,12 @@ class FrontPoint:
     judgement: Judgement
     seconds: float
     reserved: float
+
+    @property
+    def capacity(self) -> float:
+        """Bytes that the card has."""
+        assert self.judgement.memory is not None
+        return self.judgement.memory.capacity
 
 
 def non_dominated(
@@ -53,8 +55,9 @@ def memory_front(
     cluster: Cluster,
     constraints: Constraints,
     *,
-    steps: int = MEMORY_STEPS,
-    shrink: float = SHRINK,
+    best: Judgement,
+    steps: int,
+    shrink: float,
 ) -> tuple[FrontPoint, ...]:
     """Return time against memory: each point is the fastest plan below the memory before it.
 
@@ -63,33 +66,28 @@ def memory_front(
         job: What is trained.
         cluster: The machine.
         constraints: What the user fixed.
-        steps: Points at most; each is a search.
+        best: The fastest plan under these, from a search; where it takes more memory than they
+            allow (nothing fits) the front is empty.
+        steps: Points at most; each after the first is a search.
         shrink: Share of a point's memory that the next one may take.
 
     """
-    points: list[FrontPoint] = []
-    share = share_allowed(constraints)
-    for _ in range(steps):
+    points = [_point(best)]
+    if points[0].reserved > share_allowed(constraints) * points[0].capacity:
+        return ()
+    while len(points) < steps:
+        share = shrink * points[-1].reserved / points[-1].capacity
         limited = replace(constraints, max_memory_fraction=share)
         found = search(model, job, cluster, limited, top=1, only_fitting=True)
         if not found.plans:
             break
-        best = found.plans[0]
-        assert best.time is not None
-        assert best.memory is not None
-        reserved = best.memory.parts.reserved
-        points.append(FrontPoint(judgement=best, seconds=best.time.step_seconds, reserved=reserved))
-        share = shrink * reserved / best.memory.capacity
+        points.append(_point(found.plans[0]))
     return non_dominated(points, lambda p: p.seconds, lambda p: p.reserved)
 
 
-def gpu_front(sizes: Iterable[Sized]) -> tuple[Sized, ...]:
-    """Return the counts of GPUs whose best plan is faster than that of every smaller count."""
-    fitting = [size for size in sizes if size.result.plans]
-    return non_dominated(fitting, lambda s: s.num_gpus, _seconds)
-
-
-def _seconds(size: Sized) -> float:
-    time = size.result.plans[0].time
-    assert time is not None
-    return time.step_seconds
+def _point(plan: Judgement) -> FrontPoint:
+    assert plan.time is not None
+    assert plan.memory is not None
+    return FrontPoint(
+        judgement=plan, seconds=plan.time.step_seconds, reserved=plan.memory.parts.reserved
+    )

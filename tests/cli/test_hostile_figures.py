@@ -64,7 +64,7 @@ def test_no_figure_is_drawn_of_what_no_planner_wrote(capsys, tmp_path, name):
 def plan_text(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     words = ["search", "--model", "tiny", "--hardware", "cpu-gloo", "--gpus", "2", "--dp", "2"]
-    assert main([*words, "--top", "1", "-o", str(path)]) == 0
+    assert main([*words, "-o", str(path)]) == 0
     return path.read_text()
 
 

@@ -119,7 +119,7 @@ def test_a_default_batch_too_small_for_the_gpus_is_the_nearest_legal_one():
 def plan(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     words = ["search", "--model", "tiny", "--hardware", "cpu-gloo", "--gpus", "2", "--dp", "2"]
-    assert main([*words, "--top", "1", "-o", str(path)]) == 0
+    assert main([*words, "-o", str(path)]) == 0
     return json.loads(path.read_text())
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from planner.cli import main
+from planner.cli.search import TOP
 from planner.plan import read_plan
 
 SMALL = [
@@ -149,8 +150,24 @@ def test_counts_of_gpus_that_make_no_sense_are_refused(capsys, gpus):
 
 
 def test_a_job_that_apply_will_refuse_is_named_beside_its_plans(capsys):
-    one = ["search", *SMALL, "--gpus", "1", "--top", "1", "--json"]
+    one = ["search", *SMALL, "--gpus", "1", "--json"]
     main([*one, "--precision", "fp16"])
     assert "note: the native runtime does not run this job: it trains in" in capsys.readouterr().err
     main([*one, "--precision", "fp32"])
     assert "note:" not in capsys.readouterr().err
+
+
+def test_a_sweep_names_a_reason_once(capsys):
+    main(["search", *SMALL, "--gpus", "1..2", "--precision", "fp16", "--optimizer", "adamw-8bit"])
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+    assert len(notes) == 2
+    assert "it trains in" in notes[0]
+    assert "adamw-8bit" in notes[1]
+
+
+def test_a_ranking_that_is_asked_for_is_the_usual_one(capsys):
+    _, usual = answer(capsys, *SMALL, "--gpus", "2")
+    _, asked = answer(capsys, *SMALL, "--gpus", "2", "--top", str(TOP))
+    assert asked["plans"] == usual["plans"]
+    assert usual["memory_front"] == []
+    assert asked["memory_front"][0]["layout"] == asked["plans"][0]["layout"]

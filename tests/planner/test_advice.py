@@ -1,5 +1,6 @@
 """What is said beside a ranking agrees with the estimates and is true."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -135,17 +136,45 @@ def test_a_change_that_breaks_a_rule_names_it():
     assert "degrees_fill_the_gpus" in fewer.says
 
 
-@pytest.mark.parametrize("wanted", [["--gpus", "2", "--top", "2"], ["--gpus", "1..4"]])
-def test_search_prints_what_it_says_in_json(wanted, capsys):
+def searched(capsys, *wanted):
+    """Lines for people, and the document of the same search."""
     asked = ["search", "--model", "60m", "--hardware", "cpu-gloo", *wanted]
     assert main(asked) == 0
     text = capsys.readouterr().out
     assert main([*asked, "--json"]) == 0
-    document = capsys.readouterr().out
-    if "--top" in wanted:
-        assert "row 1, changed by hand:" in text
-        assert "time against memory" in text
-        assert '"memory_front": [{' in document
-        assert '"margins": [{' in document
-    else:
-        assert '"gpu_front": [1' in document
+    return text.splitlines(), json.loads(capsys.readouterr().out)
+
+
+def test_search_prints_what_it_says_in_json(capsys):
+    lines, document = searched(capsys, "--gpus", "2", "--top", "2")
+    assert document["advice"]
+    assert set(document["advice"]) <= set(lines)
+    by_hand = lines.index("row 1, changed by hand:") + 1
+    said = [f"  {margin['says']}" for margin in document["margins"]]
+    assert said
+    assert lines[by_hand : by_hand + len(said)] == said
+    title = lines.index("time against memory: the fastest layout that reserves no more") + 1
+    front = document["memory_front"]
+    for line, point in zip(lines[title : title + len(front)], front, strict=True):
+        reserved, _, step, *_ = line.split()
+        assert float(reserved) == pytest.approx(point["reserved_gib"], abs=0.051)
+        assert float(step) == pytest.approx(point["step_seconds"], rel=1e-3)
+    assert front[0]["layout"] == document["plans"][0]["layout"]
+    steps = [point["step_seconds"] for point in front]
+    memory = [point["reserved_gib"] for point in front]
+    assert steps == sorted(set(steps))
+    assert memory == sorted(set(memory), reverse=True)
+
+
+def test_a_sweeps_front_is_the_counts_that_beat_all_smaller_ones(capsys):
+    lines, document = searched(capsys, "--gpus", "1..4")
+    seconds = {  # per token: a sweep's batch may follow the count
+        plan["hardware"]["gpus"]: 1
+        / (plan["time"]["tokens_per_second_per_gpu"] * plan["hardware"]["gpus"])
+        for plan in document["plans"]
+    }
+    assert len(seconds) == 3
+    beats = [n for n in sorted(seconds) if all(seconds[n] < seconds[k] for k in seconds if k < n)]
+    assert document["gpu_front"] == beats
+    slower = {int(line.split()[0]) for line in lines if "no faster than fewer GPUs" in line}
+    assert slower == set(seconds) - set(beats)
