@@ -65,9 +65,9 @@ def measure(flags: str) -> Measured:
         answer = json.loads(done.stdout)
     except json.JSONDecodeError:
         return Measured(seconds=seconds, status=f"exit status {done.returncode}", num_layouts=0)
-    return Measured(
-        seconds=seconds, status=answer["status"], num_layouts=answer.get("num_layouts", 0)
-    )
+    if "error" in answer:
+        return Measured(seconds=seconds, status=f"error: {answer['error']}", num_layouts=0)
+    return Measured(seconds=seconds, status=answer["status"], num_layouts=answer["num_layouts"])
 
 
 def main() -> int:
