@@ -58,9 +58,8 @@ def number_blocks(graph: GraphModule) -> None:
     names = {block: f"{filed}.{i}" for i, block in enumerate(blocks)}
     for node in graph.graph.nodes:
         for block, name in names.items():
-            path = node.meta["module"]
-            if path == block or path.startswith(f"{block}."):
-                node.meta["module"] = name + path.removeprefix(block)
+            if _lies_in(node, block):
+                node.meta["module"] = name + node.meta["module"].removeprefix(block)
                 break
         else:
             if container is not None:  # what stands beside blocks in their list is no layer

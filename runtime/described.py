@@ -23,14 +23,14 @@ from torch.fx import GraphModule, Node
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from costmodels.parameters import num_parameters
-from runtime.block_facts import facts_of_block
+from planner.rules.native_jobs import TRACED
+from runtime.block_facts import facts_of_block, has_bias, held_parameters
 from runtime.blocks import container_of, layer_of
 from runtime.passes.canonicalise import canonicalise
 from runtime.passes.pipeline import LoweringContext
 from runtime.passes.split_context import sliced_tables
 from runtime.roles import Part, Role, infer_roles, parameter_name
 
-ARCHITECTURE = "module"  # of a specification that describes a traced module
 # Tokens per sequence of a module that has no table of positions: what the planner takes at most
 # where nothing else is said (`--seq-len` says more).
 TRAINING_SEQ_LEN = 8192
@@ -131,7 +131,7 @@ def describe(captured: GraphModule, name: str) -> Description:
     ends = _ends(roles, members[-1], name)
     spec = ModelSpec(
         name=name,
-        architecture=ARCHITECTURE,
+        architecture=TRACED,
         num_layers=num_layers,
         **ends,
         **blocks[0].spec_fields(ends["hidden_size"]),
@@ -154,10 +154,7 @@ def describe(captured: GraphModule, name: str) -> Description:
 
 
 def _members(graph: GraphModule) -> dict[int, list[Node]]:
-    """Return the nodes of each block in order, those outside of all blocks under -1.
-
-    A node of no module belongs where its inputs do: blocks may be inlined in the model's forward.
-    """
+    """Return the nodes of each block in order, those outside of all blocks under -1."""
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     container = container_of(node.meta["module"] for node in nodes) or ""
     members: dict[int, list[Node]] = {-1: []}
@@ -197,23 +194,16 @@ def _ends(roles: dict[str, Role], rest: list[Node], name: str) -> dict[str, Any]
         "training_seq_len": num_positions or TRAINING_SEQ_LEN,
         "tied_embeddings": parameter_name(head.args[1]) == table,
         "num_position_embeddings": num_positions,
-        "head_bias": len(head.args) > 2,  # noqa: PLR2004  (input, weight, bias)
+        "head_bias": has_bias(head),
     }
 
 
 def _whole_matrices(
     graph: GraphModule, roles: dict[str, Role], members: dict[int, list[Node]]
 ) -> dict[str, int]:
-    inside = {
-        str(source.target)
-        for layer, nodes in members.items()
-        if layer >= 0
-        for node in nodes
-        for source in node.all_input_nodes
-        if source.op == "get_attr"
-    }
+    inside = (node for layer, nodes in members.items() if layer >= 0 for node in nodes)
     return {
         name: parameter.numel()
-        for name, parameter in graph.named_parameters()
-        if name in inside and name not in roles and parameter.dim() > 1
+        for name, parameter in held_parameters(graph, inside).items()
+        if name not in roles and parameter.dim() > 1
     }

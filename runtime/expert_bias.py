@@ -10,6 +10,7 @@ Source: Wang et al., arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.1943
 
 import torch
 
+from planner.plan import Plan
 from runtime import collectives
 from runtime.mesh import Mesh
 from runtime.passes.dispatch_experts import LOAD
@@ -17,6 +18,25 @@ from runtime.program import Program
 from runtime.sharded_state import TRAINED_BUFFERS
 
 (_CORRECTION,) = TRAINED_BUFFERS
+
+
+def check_bias_updates(plan: Plan, rate: float) -> None:
+    """Refuse a rate for a model whose routers have nothing to correct.
+
+    Args:
+        plan: Of the run.
+        rate: What a step would move corrections by; 0 leaves them.
+
+    Raises:
+        ValueError: Names the flag and the model.
+
+    """
+    moe = plan.model.moe
+    if rate and (moe is None or not moe.correction_bias):
+        raise ValueError(
+            f"--bias-update-rate {rate}: {plan.model.name} has no routers that correct their "
+            "choice (DeepSeek-V3 has)"
+        )
 
 
 class BiasUpdates:

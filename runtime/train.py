@@ -22,8 +22,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from planner.plan import Plan, read_plan
+from runtime.expert_bias import check_bias_updates
 from runtime.mesh import World, join
-from runtime.modules import needs_module
+from runtime.modules import check_reference
 from runtime.optimizer import NotFiniteError, precisions
 from runtime.options import TrainingOptions, parse_options
 from runtime.survival import Heartbeat, StoppedError, TrainingBrokeError, failure_message
@@ -55,7 +56,8 @@ def run(
         check_choices(plan, choices)
         if options.check:
             precisions(plan.job)
-            needs_module(plan, module)
+            check_reference(plan, module)
+            check_bias_updates(plan, options.bias_update_rate)
             open_source(plan, options)
             return 0
         check_world_size(plan)

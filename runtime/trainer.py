@@ -6,19 +6,18 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from costmodels.model import ModelSpec  # noqa: TC001  (imports look alike everywhere)
 from planner.plan import Plan
 from runtime import collectives
 from runtime.context import context_share
 from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
 from runtime.executor import Executor
-from runtime.expert_bias import BiasUpdates
-from runtime.first_values import Initialiser  # noqa: TC001  (as above)
+from runtime.expert_bias import BiasUpdates, check_bias_updates
+from runtime.first_values import Initialiser  # noqa: TC001  (imports look alike everywhere)
 from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
-from runtime.lower import lower
+from runtime.lower import lower, lower_captured, program_of
 from runtime.mesh import World
 from runtime.metrics import (
     WARM_UP_STEPS,
@@ -27,7 +26,7 @@ from runtime.metrics import (
     model_flops_utilisation,
     peak_memory,
 )
-from runtime.modules import module_of_plan, needs_module
+from runtime.modules import module_of_plan
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate, precisions
 from runtime.options import TrainingOptions
 from runtime.predicted_actions import predicted_actions
@@ -65,6 +64,7 @@ class Trainer:
 
         """
         layout = plan.layout
+        check_bias_updates(plan, options.bias_update_rate)
         self.step = 0
         self._plan = plan
         self._options = options
@@ -79,12 +79,15 @@ class Trainer:
         self._source = open_source(plan, options)
         self._settings = options.optimizer_settings(OptimizerSettings(kind=plan.job.optimizer))
         formats = precisions(plan.job)
-        network: ModelSpec | nn.Module = plan.model
-        values: Initialiser = normal_initialiser(options.seed, plan.model.num_layers, world.device)
-        if needs_module(plan, module):
-            built = module_of_plan(plan, str(module), seed=options.seed, device=world.device)
-            network, values = built.module, built.values
-        program = lower(network, plan.job, layout, self._mesh)
+        values: Initialiser
+        built = module_of_plan(plan, module, seed=options.seed, device=world.device)
+        if built is None:
+            values = normal_initialiser(options.seed, plan.model.num_layers, world.device)
+            program = lower(plan.model, plan.job, layout, self._mesh)
+        else:
+            values = built.values
+            lowered = lower_captured(built.graph, plan.job, layout)
+            program = program_of(lowered, layout, self._mesh)
         self._states = ShardedStates(program, self._mesh, formats, initialise=values)
         self.executor = Executor(program, self._mesh, self._states, trace=self._trace)
         self.optimizer = ShardedOptimizer(self._states, self._settings, checks_norm=True)
@@ -108,7 +111,7 @@ class Trainer:
         self._stop = False  # all ranks; set where they agree, and nowhere else
         self._start = time.perf_counter()
         if world.rank == 0:
-            for warning in program.warnings:
+            for warning in (*(built.warnings if built else ()), *program.warnings):
                 print(f"warning: {warning}", file=sys.stderr)  # noqa: T201  (progress)
 
     def steps(self) -> Iterator[int]:
@@ -194,15 +197,8 @@ class Trainer:
         )
 
     def _bias_updates(self, program: Program) -> BiasUpdates | None:
-        rate, moe = self._options.bias_update_rate, self._plan.model.moe
-        if not rate:
-            return None
-        if moe is None or not moe.correction_bias:
-            raise ValueError(
-                f"--bias-update-rate {rate}: {self._plan.model.name} has no routers that correct "
-                "their choice (DeepSeek-V3 has)"
-            )
-        return BiasUpdates(program, self._mesh, rate)
+        rate = self._options.bias_update_rate
+        return BiasUpdates(program, self._mesh, rate) if rate else None
 
     def _agree(self, *mine: float) -> list[float]:
         """Return the largest figures of all ranks; on the way, all learn whether one must stop."""

@@ -15,8 +15,8 @@ from costmodels.memory import estimate_memory
 from costmodels.units import GIB
 from planner.plan import Plan
 from runtime.dry_run import RankRun, dry_run
-from runtime.lower import lower_graph
-from runtime.modules import module_of_plan, needs_module
+from runtime.lower import lower_captured, lower_graph
+from runtime.modules import module_of_plan
 from runtime.rank_roles import rank_roles
 from runtime.trackers import Message
 
@@ -101,8 +101,12 @@ def verify(plan: Plan, module: str | None = None) -> VerifyReport:
 
     """
     layout = plan.layout
-    network = module_of_plan(plan, str(module)).module if needs_module(plan, module) else plan.model
-    lowered = lower_graph(network, plan.job, layout)
+    built = module_of_plan(plan, module)
+    lowered = (
+        lower_graph(plan.model, plan.job, layout)
+        if built is None
+        else lower_captured(built.graph, plan.job, layout)
+    )
     # A dry run gives all experts equal shares; the estimate's margin for uneven ones is left out.
     job = replace(plan.job, switches=replace(plan.job.switches, balanced_routing=True))
     memory = estimate_memory(plan.model, job, plan.cluster, layout)

@@ -1,5 +1,7 @@
 """Plain modules that nobody wrote for this project, with names and shapes of their own."""
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -113,6 +115,31 @@ class PlainMixer(nn.Module):
 
 def plain_gpt():
     return PlainGpt()
+
+
+def truncated():
+    model = PlainGpt()
+    for cell in model.cells:
+        nn.init.trunc_normal_(cell.widen.weight, std=0.02, a=-0.03, b=0.03)
+    return model
+
+
+class Stacked(PlainGpt):
+    """Copies one block, as nn.TransformerEncoder does, and makes weights out of place."""
+
+    def __init__(self):
+        super().__init__()
+        first = Cell()
+        self.cells = nn.Sequential(*(copy.deepcopy(first) for _ in range(DEPTH)))
+        self.tokens.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH).normal_() * 0.1)
+        self.out.weight = self.tokens.weight
+        self.places.weight = nn.Parameter(torch.empty(LENGTH, WIDTH).normal_().cumsum(0))
+        self.last_norm.bias = nn.Parameter(torch.empty(WIDTH))
+        nn.init.orthogonal_(self.cells[1].narrow.weight)
+
+
+def stacked():
+    return Stacked()
 
 
 def plain_mixer():

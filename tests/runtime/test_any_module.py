@@ -1,10 +1,13 @@
 """Modules that a person's function builds: described, cut, and equal to one process."""
 
+from dataclasses import replace
+
 import lowering_models as small
 import plain_modules as plain
 import pytest
 import torch
 from parity import gradient_errors, worst
+from test_initialise import Grid
 
 from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule
 from costmodels.model import ModelSpec
@@ -35,6 +38,14 @@ def test_the_facts_of_a_known_model_are_read_off_its_graph(name):
     for field in ModelSpec.__slots__:
         if field not in FREE:
             assert getattr(found, field) == getattr(spec, field), field
+
+
+@pytest.mark.parametrize("name", ["plain_gpt", "plain_mixer"])
+def test_a_module_is_described_alike_in_the_dtype_that_a_plan_computes_in(name):
+    reference = f"plain_modules:{name}"
+    narrow = build_module(reference, dtype=torch.bfloat16)
+    assert {p.dtype for p in narrow.graph.parameters()} == {torch.bfloat16}
+    assert narrow.describe() == build_module(reference).describe()
 
 
 def test_what_no_rule_cuts_is_named_with_its_cost():
@@ -72,12 +83,17 @@ def test_a_table_sliced_to_the_length_rules_the_context_axis_out_in_words():
     assert warning == "waves is sliced to the length: plan with --cp 1"
 
 
+def whole_shards(built):
+    return {
+        name: ParameterShard(name=name, global_shape=tuple(parameter.shape))
+        for name, parameter in built.graph.named_parameters()
+    }
+
+
 def test_first_values_are_those_that_the_constructor_means():
     built = build_module("plain_modules:plain_gpt", seed=1)
-    shards = {
-        name: ParameterShard(name=name, global_shape=tuple(parameter.shape))
-        for name, parameter in built.module.named_parameters()
-    }
+    assert not built.warnings
+    shards = whole_shards(built)
     values = {name: built.values(shard) for name, shard in shards.items()}
     assert torch.equal(values["cells.0.gamma"], torch.full((plain.WIDTH,), 0.5))
     assert torch.equal(values["last_norm.weight"], torch.ones(plain.WIDTH))
@@ -89,6 +105,41 @@ def test_first_values_are_those_that_the_constructor_means():
         weight,
         build_module("plain_modules:plain_gpt", seed=1).values(shards["cells.2.widen.weight"]),
     )
+
+
+def test_copied_blocks_and_scaled_weights_begin_as_their_originals_do():
+    built = build_module("plain_modules:stacked")
+    values = {name: built.values(shard) for name, shard in whole_shards(built).items()}
+    bound = plain.WIDTH**-0.5  # nn.Linear's own
+    for cell in range(plain.DEPTH):
+        assert torch.equal(values[f"cells.{cell}.gamma"], torch.full((plain.WIDTH,), 0.5))
+        assert torch.equal(values[f"cells.{cell}.before_mlp.weight"], torch.ones(plain.WIDTH))
+        assert 0.9 * bound < values[f"cells.{cell}.widen.weight"].abs().max() <= bound
+    assert values["tokens.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+
+
+def test_what_of_first_values_no_rank_can_draw_is_named():
+    assert [*build_module("plain_modules:stacked").warnings] == [
+        "places.weight: cumsum.default of its first values is left out, so it begins as zeros",
+        "cells.1.narrow.weight: orthogonal_ of its first values is left out",
+        "last_norm.bias: nothing fills it, so it begins as zeros",
+    ]
+
+
+def test_a_rank_draws_the_piece_of_the_constructors_values_that_it_would_cut():
+    built = build_module("plain_modules:truncated", seed=2)
+    shards = whole_shards(built)
+    weight = built.values(shards["cells.1.widen.weight"])
+    assert 0.029 < weight.abs().max() <= 0.03
+    assert 0.01 < weight.std() < 0.02
+    for name in ("cells.1.widen.weight", "cells.0.attention.to_qkv.weight", "tokens.weight"):
+        for dim in (0, 1):
+            size = shards[name].global_shape[dim]
+            shard = replace(shards[name], dim=dim, axis="tp", padded_size=size + size % 2)
+            for index in range(2):
+                mesh = Grid(index, 0)
+                expected = shard.of_rank(built.values(shards[name]), mesh)
+                assert torch.equal(built.values.piece(shard, mesh), expected), name
 
 
 # Parity.
