@@ -1,8 +1,9 @@
 """The best split of one layout's layers: which layers on which stage, how many recomputed.
 
     no pipeline              one stage
-    one stage per rank       any split: CP-SAT by ascending lower bound, each answer judged by the
-                             exact models, until the bound reaches the best one or the cutoff
+    one stage per rank       any split by ascending lower bound, the first named by halving
+                             (`levels`), the rest by CP-SAT; each is judged by the exact models,
+                             until the bound reaches the best one or the cutoff
     several stages per rank  the even split, short stages at the two ends where embedding and head
                              add their own work
 
@@ -218,7 +219,10 @@ def _solved(
     *,
     answers: int,
 ) -> Outcome:
-    """Let CP-SAT name splits by ascending bound until the best exact value is proved."""
+    """Judge splits by ascending bound until the best exact value is proved.
+
+    Halving names the first one where it can (`levels`), CP-SAT all others.
+    """
     layout = priced.layout
     scored = priced.stage_problem(limits.device)
     problem = scored.problem
