@@ -15,7 +15,7 @@ from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs, rank_
 from costmodels.layout_table import table_of
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import Overlap, passes_beside, sends_hold_rank
-from costmodels.schedule import StageDurations, build_schedule, simulate
+from costmodels.schedule import Interval, StageDurations, build_schedule, simulate, timeline
 
 ZERO_2 = 2
 
@@ -141,6 +141,21 @@ def pipeline_times(
         hops=stage_hops(layout, costs),
         p2p_overlaps=not sends_hold_rank(job, layout.schedule),
     )
+
+
+def step_intervals(
+    times: PipelineTimes, layout: Layout, num_micro_batches: int
+) -> tuple[Interval, ...]:
+    """Return when each action of a step of so many micro-batches runs, in predicted seconds.
+
+    Raises:
+        ValueError: The schedule does not admit the layout's shape.
+
+    """
+    table = build_schedule(
+        layout.schedule, layout.pipeline_parallel, layout.stages_per_rank, num_micro_batches
+    )
+    return timeline(table, times.durations, times.hops, p2p_overlaps=times.p2p_overlaps)
 
 
 def stage_hops(layout: Layout, costs: LayoutCosts) -> list[float]:

@@ -25,7 +25,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Schedule
 from runtime.executor import Executor
 from runtime.first_values import materialise
-from runtime.lower import program_of
+from runtime.lower import actions_of, program_of
 from runtime.mesh import Mesh, World
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
 from runtime.program import BATCH_FIELDS, Batch, ParameterShard
@@ -132,7 +132,7 @@ def _run_steps(
             if steps and count == counts[0]:
                 return steps * 2
             layout = replace(mesh.layout, num_micro_batches=count)
-            actions = program_of(lowered, layout, mesh).actions
+            actions = actions_of(layout, mesh.coordinate("pp"))
             batches = [_batch(job, layout) for _ in range(count)]
             gc.collect()  # the last step's executor refers to itself; training keeps one
             tracker.flops, tracker.messages = 0, []

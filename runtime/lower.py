@@ -6,6 +6,7 @@ The passes do not depend on the rank, so a caller that wants several ranks' prog
 lowers once and calls `program_of` for each.
 """
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx import GraphModule, Node
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.schedule import build_schedule, with_communication
+from costmodels.schedule import Action, build_schedule, with_communication
 from runtime.capture import capture
 from runtime.mesh import Mesh
 from runtime.models import build_model
@@ -79,26 +80,36 @@ def lower_captured(captured: GraphModule, job: TrainingJob, layout: Layout) -> G
 
 
 def program_of(lowered: GraphModule, layout: Layout, mesh: Mesh) -> Program:
-    """Return the stages that a rank holds of a lowered model."""
-    indices = layout.stages_of_rank(mesh.coordinate("pp"))
+    """Return the stages that a rank holds of a lowered model.
+
+    Each program has graphs and hooks of its own, so that one lowered model serves several. What
+    lies on meta becomes the program's own when it gets values; parameters that have values already
+    are shared.
+    """
+    place = mesh.coordinate("pp")
+    return Program(
+        layout=layout,
+        stages=tuple(_stage(lowered, layout, mesh, i) for i in layout.stages_of_rank(place)),
+        actions=actions_of(layout, place),
+        warnings=lowered.meta["warnings"],
+    )
+
+
+def actions_of(layout: Layout, place: int) -> tuple[Action, ...]:
+    """Return the row of a rank, by its place along the pipeline, with sends and receives."""
     schedule = build_schedule(
         layout.schedule,
         layout.pipeline_parallel,
         layout.stages_per_rank,
         layout.num_micro_batches,
     )
-    return Program(
-        layout=layout,
-        stages=tuple(_stage(lowered, layout, mesh, index) for index in indices),
-        actions=with_communication(schedule).actions(mesh.coordinate("pp")),
-        warnings=lowered.meta["warnings"],
-    )
+    return with_communication(schedule).actions(place)
 
 
 def _stage(lowered: GraphModule, layout: Layout, mesh: Mesh, index: int) -> StageModule:
     calls = {str(n.target): n for n in lowered.graph.nodes if n.op == "call_module"}
     names = unit_names(layout, index)
-    units = tuple(_unit(lowered, name) for name in names)
+    units = tuple(_own_copy(_unit(lowered, name)) for name in names)
     specs = tuple(_spec(calls[name], name, len(calls) - 1) for name in names)
     shared, inputs, outputs = _shared_values(lowered, calls[SHARED], specs)
     return StageModule(
@@ -128,6 +139,11 @@ def _unit(lowered: GraphModule, name: str) -> GraphModule:
     unit = lowered.get_submodule(name)
     assert isinstance(unit, GraphModule)
     return unit
+
+
+def _own_copy(unit: GraphModule) -> GraphModule:
+    """Return a unit that can be hooked and rewritten by itself, over the same tensors."""
+    return GraphModule(unit, copy.deepcopy(unit.graph), class_name="Unit")
 
 
 def _spec(call: Node, name: str, num_units: int) -> UnitSpec:

@@ -11,11 +11,9 @@ from costmodels.schedule import (
     ActionKind,
     Interval,
     PipelineShape,
-    build_schedule,
     simulate_schedule,
-    timeline,
 )
-from costmodels.stages import pipeline_times
+from costmodels.stages import pipeline_times, step_intervals
 from planner.plan import Plan
 from planner.plots.breakdown import format_seconds
 from planner.plots.style import BESIDE, Look, headline, is_dark, new_figure, quiet_rows, styled
@@ -64,15 +62,19 @@ def pipeline_of(plan: Plan) -> PipelineView:
     if layout.num_stages == 1:
         raise ValueError("the plan has one pipeline stage: there is no timeline to draw")
     times = pipeline_times(plan.model, plan.job, plan.cluster, layout)
-    durations, hops, overlaps = times.durations, times.hops, times.p2p_overlaps
-    sizes = (layout.schedule, layout.pipeline_parallel, layout.stages_per_rank)
     whole = simulate_schedule(
-        *sizes, layout.num_micro_batches, durations, hops, p2p_overlaps=overlaps
+        layout.schedule,
+        layout.pipeline_parallel,
+        layout.stages_per_rank,
+        layout.num_micro_batches,
+        times.durations,
+        times.hops,
+        p2p_overlaps=times.p2p_overlaps,
     )
     drawn = _micro_batches_drawn(layout)
     return PipelineView(
         layout=layout,
-        intervals=timeline(build_schedule(*sizes, drawn), durations, hops, p2p_overlaps=overlaps),
+        intervals=step_intervals(times, layout, drawn),
         drawn=drawn,
         makespan=whole.makespan,
         bubble_fraction=whole.bubble_fraction,

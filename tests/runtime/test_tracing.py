@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from costmodels.estimate import estimate_time
 from costmodels.hardware import make_cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
@@ -46,18 +47,21 @@ LAYOUT = Layout(
 STEP = 2  # the third: the first ones connect and allocate
 
 
-def traced_run(folder):
-    """Run a step that is traced, on four ranks, and return the trace."""
-    job = TrainingJob(seq_len=32, global_batch_size=8, precision=Precision.FP32)
-    plan = Plan(
+def plan_of(layout):
+    return Plan(
         model=MODEL,
-        job=job,
+        job=TrainingJob(seq_len=32, global_batch_size=8, precision=Precision.FP32),
         cluster=make_cluster(read_profile("cpu-gloo"), 4),
-        layout=LAYOUT,
+        layout=layout,
         estimate={},
         solver=SolverStatus(status="given"),
     )
-    lowered = lower_graph(MODEL, job, LAYOUT)
+
+
+def traced_run(folder):
+    """Run a step that is traced, on four ranks, and return the trace."""
+    plan = plan_of(LAYOUT)
+    lowered = lower_graph(MODEL, plan.job, LAYOUT)
     predicted = predicted_actions(plan)
 
     def train(world):
@@ -65,7 +69,7 @@ def traced_run(folder):
         mesh = observed(world.mesh(LAYOUT), trace)
         program = program_of(lowered, LAYOUT, mesh)
         values = normal_initialiser(0, MODEL.num_layers, world.device)
-        states = ShardedStates(program, mesh, precisions(job), initialise=values)
+        states = ShardedStates(program, mesh, precisions(plan.job), initialise=values)
         executor = Executor(program, mesh, states, trace=trace)
         tokens = torch.zeros((1, 32), dtype=torch.long)
         for step in range(STEP + 2):
@@ -153,6 +157,17 @@ def test_predictions_stand_on_a_track_of_their_own(events):
         assert len(predicted) == 8
         assert {p["name"] for p in predicted} <= measured
         assert min(p["ts"] for p in predicted) >= step["ts"]
+
+
+def test_predictions_end_where_the_estimates_pipeline_does():
+    """The estimate's step is its pipeline, what ranks do once, and a constant."""
+    given = plan_of(LAYOUT)
+    time = estimate_time(given.model, given.job, given.cluster, LAYOUT)
+    once = {"grad_reduce", "param_gather", "optimizer", "step_overhead", "stragglers"}
+    pipeline = sum(term.exposed_seconds for term in time.terms if term.name not in once)
+    actions = [action for row in predicted_actions(given).values() for action in row]
+    assert min(action.start for action in actions) == 0
+    assert max(action.end for action in actions) == pytest.approx(pipeline, rel=1e-9)
 
 
 def test_waits_are_part_of_their_transfer():

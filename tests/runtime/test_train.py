@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,20 @@ MODEL = ModelSpec(
 )
 
 
-def plan(num_ranks, name="small", precision=Precision.FP32, **fields):
+def plan(
+    num_ranks,
+    name="small",
+    precision=Precision.FP32,
+    *,
+    model=MODEL,
+    changes=None,
+    seq_len=32,
+    **fields,
+):
+    """Return a plan of a layout's fields, for the small model, a changed one or another."""
     stages = fields.get("pipeline_parallel", 1)
     data = fields.get("data_parallel", 1)
-    job = TrainingJob(seq_len=32, global_batch_size=8, precision=precision)
+    job = TrainingJob(seq_len=seq_len, global_batch_size=8, precision=precision)
     layout = Layout(
         layers_per_stage=split_layers(4, stages),
         num_micro_batches=8 // data,
@@ -47,7 +58,7 @@ def plan(num_ranks, name="small", precision=Precision.FP32, **fields):
         **fields,
     )
     return Plan(
-        model=ModelSpec(**{f: getattr(MODEL, f) for f in MODEL.__slots__} | {"name": name}),
+        model=replace(model, **{"name": name} if model is MODEL else {}, **changes or {}),
         job=job,
         cluster=make_cluster(read_profile("cpu-gloo"), num_ranks),
         layout=layout,
