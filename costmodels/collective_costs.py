@@ -171,10 +171,13 @@ def _both_ways(op: Collective, tiers: Tiers, pricing: Pricing) -> tuple[Value, V
     fed = np.any(op.experts)
     imbalance = 1 + rates.imbalance / np.sqrt(op.experts) if fed else 1.0
     ways = []
-    for kind, plain in ((op.forward, op.plain_forward), (op.backward, op.plain_backward)):
+    for kind, plain, times in (
+        (op.forward, op.plain_forward, 1),
+        (op.backward, op.plain_backward, op.plain_backward_count),
+    ):
         seconds = collective_seconds(kind, op.payload, tiers, rates, across) * imbalance
         if plain is not None:
-            other = collective_seconds(plain, op.payload, tiers, rates)
+            other = times * collective_seconds(plain, op.payload, tiers, rates)
             seconds = np.where(np.asarray(split) == 1, seconds, other)
         ways.append(seconds)
     return ways[0], ways[1]

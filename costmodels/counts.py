@@ -194,7 +194,8 @@ def _both_ways(op: Collective, layout: Layout) -> tuple[int, int]:
     if op.forward == "ring":
         steps = layout.context_parallel - 1
         return payload * steps, 2 * payload * steps
-    return payload * bool(ahead), payload * bool(back)
+    times = 1 if split else op.plain_backward_count
+    return payload * bool(ahead), payload * bool(back) * times
 
 
 def _pipeline_bytes(

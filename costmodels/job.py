@@ -53,6 +53,8 @@ class Switches:
         cuda_graphs: Kernel launches are replayed; None is the target's habit.
         compile: Element-wise operations are fused by a compiler.
         balanced_routing: Experts receive equal shares of tokens.
+        separate_gates: The gate of a feed-forward block is a layer of its own, which reduces its
+            input's gradient over the tensor axis by itself where the sequence is not split.
 
     """
 
@@ -66,6 +68,7 @@ class Switches:
     cuda_graphs: bool | None = None
     compile: bool | None = None
     balanced_routing: bool = False
+    separate_gates: bool = False
     expandable_segments: bool = False
     fp8_all_gather: bool = False
     power_limited: bool = False

@@ -91,6 +91,8 @@ class Collective:
         backward: The same for backward.
         plain_forward: What stands there without sequence parallelism; None for the same.
         plain_backward: The same for backward.
+        plain_backward_count: How often that is done: once per product whose input has a gradient of
+            its own.
         payload: Bytes of the full tensor (all_to_all: what a rank sends; ring: what it passes on
             in one step).
         beside: The product that reads or makes the tensor: what may hide the communication.
@@ -112,6 +114,7 @@ class Collective:
     backward: str
     plain_forward: str | None = None
     plain_backward: str | None = None
+    plain_backward_count: int = 1
     payload: Size
     beside: str = ""
     input_side: bool = False

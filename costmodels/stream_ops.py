@@ -58,8 +58,11 @@ def residual(name: str, elements: Size) -> MemoryPass:
     return MemoryPass(name=name, module="residual", forward=6 * elements, backward=6 * elements)
 
 
-def enter(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
-    """Start a tensor-parallel region: every rank needs the whole input."""
+def enter(shard: Shard, name: str, hidden: int, beside: str, reductions: int = 1) -> Collective:
+    """Start a tensor-parallel region: every rank needs the whole input.
+
+    Without sequence parallelism, backward reduces as many gradients of it as `reductions` says.
+    """
     return Collective(
         name=name,
         module="tensor_parallel",
@@ -69,6 +72,7 @@ def enter(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
         backward="reduce_scatter",
         plain_forward="",
         plain_backward="all_reduce",
+        plain_backward_count=reductions,
         payload=HALF * shard.tokens * hidden,
         beside=beside,
         input_side=True,

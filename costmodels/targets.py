@@ -9,7 +9,7 @@ Sources: the runtimes' public code, named per record; constants without a source
 
 from dataclasses import dataclass
 
-from costmodels.job import Target
+from costmodels.job import Target, TrainingJob
 from costmodels.units import MIB
 
 
@@ -204,3 +204,9 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         selective_modules=("every-2nd-layer",),
     ),
 }
+
+
+def works_on_whole_logits(job: TrainingJob) -> bool:
+    """Tell whether each tensor-parallel rank gathers the logits and scores all of them."""
+    fused = job.switches.fused_cross_entropy or job.chunked_loss
+    return BEHAVIOURS[job.target].gathers_logits and not fused

@@ -26,9 +26,10 @@ from costmodels.attention_ops import attention_ops
 from costmodels.feed_forward_ops import dense_ops, expert_ops, shared_gate_ops
 from costmodels.job import Precision, TrainingJob
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, widened
+from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size, widened
 from costmodels.shard import Shard, padded_rows, per_rank
 from costmodels.stream_ops import HALF, branches, enter, leave, norm, residual
+from costmodels.targets import works_on_whole_logits
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -132,7 +133,13 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     width = moe.shared_ffn_hidden_size if moe is not None else model.ffn_hidden_size
     if width:
         ops += [
-            enter(shard, "ffn_enter", hidden, "ffn_in"),
+            enter(
+                shard,
+                "ffn_enter",
+                hidden,
+                "ffn_in",
+                2 if model.gated_ffn and job.switches.separate_gates else 1,
+            ),
             *branches(job, shard, "ffn_branches", hidden, 2 if model.gated_ffn else 1),
             *dense_ops(model, job, shard, width),
             leave(shard, "ffn_leave", hidden, "ffn_out"),
@@ -216,7 +223,8 @@ def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
     fused = job.switches.fused_cross_entropy or job.chunked_loss
     forward, backward = _LOSS_BYTES[fused]
     forward_kernels, backward_kernels = _LOSS_KERNELS[fused]
-    logits = shard.tokens * rows
+    whole = works_on_whole_logits(job)
+    scored = shard.tokens * (rows * shard.tensor_parallel if whole else rows)
     return Block(
         name="head",
         ops=(
@@ -234,21 +242,39 @@ def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
             MemoryPass(
                 name="loss",
                 module="head",
-                forward=forward * logits,
-                backward=backward * logits,
+                forward=forward * scored,
+                backward=backward * scored,
                 forward_kernels=forward_kernels,
                 backward_kernels=backward_kernels,
                 cause="loss",
             ),
-            Collective(  # maximum, target's logit and sum of exponentials: three numbers a token
-                name="loss_reduce",
-                module="head",
-                axis="tp",
-                group="tensor",
-                forward="all_reduce",
-                backward="",
-                payload=3 * FULL * shard.tokens,
-                follows_precision=False,
-            ),
+            _logits_gather(scored) if whole else _loss_reduce(shard),
         ),
+    )
+
+
+def _logits_gather(scored: Size) -> Collective:
+    """Bring all logits to every rank; each keeps its own part of their gradient."""
+    return Collective(
+        name="logits_gather",
+        module="head",
+        axis="tp",
+        group="tensor",
+        forward="all_gather",
+        backward="",
+        payload=HALF * scored,
+    )
+
+
+def _loss_reduce(shard: Shard) -> Collective:
+    """Exchange maximum, target's logit and sum of exponentials: three numbers per token."""
+    return Collective(
+        name="loss_reduce",
+        module="head",
+        axis="tp",
+        group="tensor",
+        forward="all_reduce",
+        backward="",
+        payload=3 * FULL * shard.tokens,
+        follows_precision=False,
     )

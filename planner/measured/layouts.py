@@ -15,6 +15,9 @@ from planner.measured.models import Row, UnsupportedRowError, integer
 # Modules that are cheap to run again for the memory that they free (Megatron-Bridge's recipes for
 # expert models).
 CHEAP_MODULES = ("layernorm", "mla_up_proj", "moe_act")
+# Software that cuts stages from a list in which embedding, final norm and head are layers too:
+# Aleph-Alpha/scaling, `get_transformer_layer_specs` and `pipe_partition_uniform`.
+NORM_COUNTS_TOO = ("aa-scaling",)
 
 
 def read_layouts(
@@ -179,10 +182,19 @@ def _stages(row: Row, model: ModelSpec, target: Target, num_stages: int) -> tupl
     if "embedding-and-head-count-as-layers" in tags and num_stages > 1:
         counts = split_layers(model.num_layers + 2, num_stages)
         return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
+    if any(key in row["framework"].lower() for key in NORM_COUNTS_TOO) and num_stages > 1:
+        return _uniform_stages(model, num_stages)
     # nanotron balances its stages by the work of their blocks.
     if ("uneven-stages" in tags or target is Target.NANOTRON) and num_stages > 1:
         return _balanced_stages(model, num_stages)
     return split_layers(model.num_layers, num_stages)
+
+
+def _uniform_stages(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
+    """Cut embedding, blocks, final norm and head as one list; what is left goes to first stages."""
+    base, rest = divmod(model.num_layers + 3, num_stages)
+    counts = [base + (stage < rest) for stage in range(num_stages)]
+    return (counts[0] - 1, *counts[1:-1], counts[-1] - 2)
 
 
 def _balanced_stages(model: ModelSpec, num_stages: int) -> tuple[int, ...]:

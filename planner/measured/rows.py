@@ -60,6 +60,10 @@ FRAMEWORKS = (
 # recipes (`tp_comm_overlap`), Megatron Core's tables, nanotron's `tp_linear_async_communication`.
 OVERLAP_TENSOR_PARALLEL = ("nemo", "megatron-bridge", "megatron-core", "nanotron")
 
+# Software whose gated feed-forward blocks are three layers: Aleph-Alpha/scaling,
+# src/scaling/core/nn/mlp.py (`dense_in`, `siglu_weight`, each a ColumnParallelLinear).
+SEPARATE_GATES = ("aa-scaling",)
+
 PRECISIONS = {"fp8|nvfp4": Precision.FP8}  # the log leaves it open; fp8 is the common recipe
 
 UNFUSED_KERNELS = ("torch-softmax", "fused-softmax")
@@ -196,6 +200,7 @@ def _switches(row: Row, tags: frozenset[str], target: Target) -> Switches:
         compile=True if row["compile"] == "1" else False if row["compile"] == "0" else None,
         # Speed tables of expert models even their routing out, also where they do not say so.
         balanced_routing=True,
+        separate_gates=any(key in row["framework"].lower() for key in SEPARATE_GATES),
         expandable_segments="expandable-segments" in tags,
         fp8_all_gather="fp8-all-gather" in tags,
         power_limited="power-limited" in tags,

@@ -3,7 +3,7 @@
 import pytest
 
 from costmodels.counts import count_rank
-from costmodels.job import TrainingJob
+from costmodels.job import Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
 
@@ -29,8 +29,10 @@ HEAD = 2 * TOKENS * 64 * 256
 FLOPS = 4 * (3 * LAYER + ATTENTION * 7 // 2) + 3 * HEAD
 
 
-def job(batch=2):
-    return TrainingJob(seq_len=32, global_batch_size=batch)
+def job(batch=2, target=Target.NATIVE, **switches):
+    return TrainingJob(
+        seq_len=32, global_batch_size=batch, target=target, switches=Switches(**switches)
+    )
 
 
 def layout(**changes):
@@ -92,6 +94,27 @@ def test_tensor_parallel_bytes_by_hand(sequence_parallel):
     expected = activation * regions * (2 if sequence_parallel else 1) + 3 * 4 * TOKENS
     norms = (4 * 2 + 1) * 64 * 4 if sequence_parallel else 0
     assert of("tp", count_rank(MODEL, job(), cut, 0)) == expected + norms
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_gate_apart_reduces_its_own_input_gradient(sequence_parallel):
+    cut = layout(tensor_parallel=2, sequence_parallel=sequence_parallel)
+    activation = 2 * TOKENS * 64
+    together, apart = (
+        of("tp", count_rank(MODEL, job(separate_gates=split), cut, 0)) for split in (False, True)
+    )
+    # One more all-reduce in backward of each of 4 layers; a split sequence is gathered once.
+    assert apart - together == (0 if sequence_parallel else 4 * activation)
+
+
+def test_a_loss_over_the_whole_vocabulary_gathers_the_logits():
+    cut = layout(tensor_parallel=2)
+    fused, whole = (
+        of("tp", count_rank(MODEL, job(target=Target.DEEPSPEED, fused_cross_entropy=one), cut, 0))
+        for one in (True, False)
+    )
+    # 16-bit logits of 256 tokens of the vocabulary instead of three fp32 numbers a token.
+    assert whole - fused == TOKENS * (2 * 256 - 3 * 4)
 
 
 def test_pipeline_sends_activations_on_and_gradients_back():

@@ -90,6 +90,14 @@ def test_embedding_and_head_count_as_layers_where_the_row_says_so(runs):
     assert split[-1] == split[1] - 1
 
 
+def test_aleph_alphas_stages_are_cut_from_a_list_that_holds_the_ends(runs):
+    run = first(runs, "aleph-alpha/65B-2k", pp="8")
+    (split,) = {layout.layers_per_stage for layout in interpret(run).layouts}
+    # Embedding, 80 blocks, norm and head: 83 entries, 11 on each of the first three stages.
+    assert split == (10, 11, 11, 10, 10, 10, 10, 8)
+    assert interpret(run).job.switches.separate_gates
+
+
 def test_a_sharding_group_is_read_from_behind_the_slash(runs):
     run = first(runs, "internevo/7B-zero-tp-grid", zero="1/8")
     (layout,) = interpret(run).layouts
