@@ -58,6 +58,8 @@ class Layout:
 
     Attributes:
         zero_group: Ranks that a state is cut over; data_parallel * context_parallel cuts it once.
+        keep_gathered: ZeRO-3 gathers a rank's weights once per step and keeps them whole until its
+            last backward; otherwise for each forward and each backward of a micro-batch.
         micro_batch_size: Sequences per forward on one data-parallel rank.
         num_micro_batches: Forwards per optimizer step and pipeline (gradient accumulation).
         stages_per_rank: Virtual pipeline stages on each rank.
@@ -76,6 +78,7 @@ class Layout:
     expert_tensor_parallel: int = 1
     zero_stage: int = 0
     zero_group: int = 1
+    keep_gathered: bool = False
     micro_batch_size: int = 1
     num_micro_batches: int = 1
     stages_per_rank: int = 1

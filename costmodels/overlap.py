@@ -67,7 +67,8 @@ def overlap_of(job: TrainingJob) -> Overlap:
         grad_reduce=switches.overlap_grad_reduce and target is not Target.NANOTRON,
         # DeepSpeed's pipeline engine ends its schedule with an instruction of its own for it.
         reduces_after_pipeline=target is Target.DEEPSPEED,
-        param_gather=switches.overlap_grad_reduce and target is Target.MEGATRON,
+        # Megatron-LM's --overlap-param-gather; our units wait for their own weights at first use.
+        param_gather=switches.overlap_grad_reduce and target in (Target.MEGATRON, Target.NATIVE),
         prefetch=True,
         accumulation=BEHAVIOURS[target].fused_weight_gradient,
         experts=switches.overlap_expert_parallel,

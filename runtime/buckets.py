@@ -219,9 +219,10 @@ class Bucket:
 
     def start_publish(self) -> None:
         """Begin to carry the updated master weights into the weights that compute."""
+        self.wait_gather()
         if self.master is not self._weights:
             self._weights.copy_(self.master)
-        if self.sharing.cuts("optimizer") and not self.sharing.cuts("weights"):
+        if self.sharing.is_published:
             self._gathering = collectives.start_all_gather(
                 self.full, self._weights, self.sharing.zero
             )

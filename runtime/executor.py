@@ -33,6 +33,8 @@ from runtime.tracing import Trace
 from runtime.zero import ShardedStates
 
 BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # those that complete weights
+# Sends under way, whose tensors stay: gloo does not say that one is done. Chosen: one each way.
+MOST_SENT = 2
 MOST_STAGES = 4096  # chosen: keeps message tags apart, far above any pipeline
 
 
@@ -92,9 +94,8 @@ class Executor:
             The loss per token that counts, a scalar that is the same on every rank.
 
         """
-        self._num_tokens = self._count_tokens(micro_batches)
-        self._token_weight = self._num_tokens.to(self._loss_dtype).reciprocal()
-        self._batches = [{**batch, TOKEN_WEIGHT: self._token_weight} for batch in micro_batches]
+        self._counting = self._start_count(micro_batches)
+        self._batches = micro_batches
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._mesh.device)
         self._running: dict[Key, Running] = {}
         self._outputs: dict[Key, Tensor] = {}  # made here, until sent or handed over
@@ -109,25 +110,38 @@ class Executor:
         self._states.finish_gradients()
         # Every tensor-parallel rank of the last stage holds the same sum.
         loss = collectives.all_reduce(self._loss, self._mesh.group("world"))
-        return loss / self._mesh.size("tp") / self._num_tokens
+        return loss / self._mesh.size("tp") / self._num_tokens()
 
-    def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
+    def _start_count(self, batches: Sequence[Batch]) -> Pending:
+        """Begin to count the step's tokens; who needs the count waits for it.
+
+        On NCCL it may stand in line behind weights that travel (`ShardedStates.publish`), which
+        the first forwards are not to wait for.
+        """
         counts = [(batch["labels"] != IGNORED_LABEL).sum() for batch in batches]
-        total = collectives.all_reduce(torch.stack(counts).sum(), self._mesh.group("dp_cp"))
-        return total.clamp(min=1)
+        return collectives.start_all_reduce(torch.stack(counts).sum(), self._mesh.group("dp_cp"))
+
+    def _num_tokens(self) -> Tensor:
+        return self._counting.wait().clamp(min=1)
+
+    def _token_weight(self) -> Tensor:
+        return self._num_tokens().to(self._loss_dtype).reciprocal()
 
     def _forward(self, key: Key) -> None:
         stage = self._program.stage(key[0])
         activation = None
         if not stage.is_first:
             activation = self._activations.pop(key).wait().requires_grad_()
+        batch = self._batches[key[1]]
+        if stage.reads(TOKEN_WEIGHT):
+            batch = {**batch, TOKEN_WEIGHT: self._token_weight()}
         with self._saving_activations():
-            output = stage(activation, self._batches[key[1]])
+            output = stage(activation, batch)
         self._running[key] = Running(activation=activation, output=get_gradient_edge(output))
         following = (key[0] + 1, key[1])
         if stage.is_last:
             self._loss = self._loss + output.detach()
-            self._gradients[key] = Done(self._token_weight.to(output.dtype))
+            self._gradients[key] = Done(self._token_weight().to(output.dtype))
         elif self._is_here(following[0]):
             self._activations[following] = Done(output.detach())
         else:
@@ -186,6 +200,8 @@ class Executor:
 
     def _send(self, key: Key, stage: int, tag: int) -> None:
         self._sending = [sent for sent in self._sending if not sent.is_done()]
+        while len(self._sending) >= MOST_SENT:
+            self._sending.pop(0).wait()
         tensor = self._outputs.pop(key)
         group = self._mesh.group("pp")
         to = self._program.layout.rank_of_stage(stage)

@@ -4,6 +4,8 @@ Forward: gather before a unit, free after it. Backward: the gradient that reache
 gathers it again, and frees the unit after it. The next unit in line is gathered while this one
 computes, so at most two units are whole at any time.
 
+A stage that keeps what it gathers (`keep`) frees it after the step's last backward instead.
+
 A unit that recomputes runs its forward a second time inside its backward; its weights are whole
 by then and stay.
 """
@@ -19,17 +21,24 @@ class Gathering:
     """Keeps the weights of one stage whole where they are needed."""
 
     def __init__(
-        self, units: Sequence[nn.Module], buckets: Sequence[Sequence[Bucket]], *, ahead: int = 1
+        self,
+        units: Sequence[nn.Module],
+        buckets: Sequence[Sequence[Bucket]],
+        *,
+        keep: bool = False,
+        ahead: int = 1,
     ) -> None:
         """Watch the units of a stage.
 
         Args:
             units: In the order in which they run forward.
             buckets: The buckets that hold each unit's parameters; units may share one.
+            keep: Weights stay whole until the step's last backward.
             ahead: Units that are gathered before they are needed.
 
         """
         self._buckets = buckets
+        self._keeps = keep
         self._ahead = ahead
         self._held: set[int] = set()
         self._users: dict[Bucket, int] = {}
@@ -42,10 +51,11 @@ class Gathering:
         """Note that what runs from now on is backward."""
         self._in_backward = True
 
-    def end_backward(self) -> None:
-        """Free what backward left whole."""
+    def end_backward(self, *, is_final: bool) -> None:
+        """Free what backward left whole, unless it is kept for the step's other passes."""
         self._in_backward = False
-        self._keep(set())
+        if is_final or not self._keeps:
+            self._free_others(set())
 
     def _before(self, index: int) -> Callable[..., None]:
         def hook(unit: nn.Module, arguments: object) -> None:  # noqa: ARG001  (torch's signature)
@@ -59,7 +69,8 @@ class Gathering:
         def hook(unit: nn.Module, arguments: object, output: Tensor) -> None:  # noqa: ARG001
             if self._in_backward:
                 return
-            self._keep(self._held - {index})
+            if not self._keeps:
+                self._free_others(self._held - {index})
             if output.requires_grad:
                 output.register_hook(lambda _: self._enter_backward(index))  # type: ignore[no-untyped-call]
 
@@ -70,7 +81,8 @@ class Gathering:
         self._use(index, set(range(first, index + 1)))
 
     def _use(self, index: int, wanted: set[int]) -> None:
-        self._keep(wanted & self._held)
+        if not self._keeps:
+            self._free_others(wanted & self._held)
         # The unit itself first: peers start their gathers in the same order.
         for unit in sorted(wanted - self._held, key=lambda other: abs(other - index)):
             self._hold(unit)
@@ -84,7 +96,7 @@ class Gathering:
             if self._users[bucket] == 1:
                 bucket.start_gather()
 
-    def _keep(self, wanted: set[int]) -> None:
+    def _free_others(self, wanted: set[int]) -> None:
         for unit in sorted(self._held - wanted):
             self._held.remove(unit)
             for bucket in self._buckets[unit]:

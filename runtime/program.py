@@ -238,6 +238,10 @@ class StageModule(nn.Module):
         assert isinstance(output, Tensor)
         return output
 
+    def reads(self, field: str) -> bool:
+        """Tell whether a unit, or what units share, reads a field of the batch."""
+        return field in self.shared_inputs or any(field in spec.inputs for spec in self.specs)
+
     def boundary_shape(self, micro_batch_size: int, seq_len: int) -> tuple[int, int, int]:
         """Return the shape of the activation between stages for whole sequences of `seq_len`."""
         shards = self.boundary.context_parallel * self.boundary.sequence_shards

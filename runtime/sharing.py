@@ -41,6 +41,11 @@ class Sharing:
         comes_and_goes = what == "weights" and what in self.on_host
         return self.zero_stage >= needed and (self.zero.size > 1 or comes_and_goes)
 
+    @property
+    def is_published(self) -> bool:
+        """Whether updated pieces of whole weights are gathered after a step (ZeRO-1 and 2)."""
+        return self.cuts("optimizer") and not self.cuts("weights")
+
     def place(self, what: str, device: torch.device) -> torch.device:
         """Return where a rank keeps its "optimizer" or "weights"."""
         return torch.device("cpu") if what in self.on_host else device

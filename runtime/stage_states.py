@@ -2,12 +2,13 @@
 
 Hooks hand each parameter's gradient to its bucket; a bucket whose last gradient came is reduced
 while backward goes on. Buckets go from the last to the first, whatever comes first, so that all
-ranks exchange in the same order.
+ranks exchange in the same order. Weights that ZeRO-1 and 2 gather after the step are waited for by
+the unit that needs them, in the next step's first forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from costmodels.layout import Offload
 from runtime.buckets import Bucket, Values
@@ -53,6 +54,7 @@ class StageStates:
         for bucket in range(len(self.buckets)):
             self._watch(bucket)
         self._gathering = self._gather_units(stage) if per_unit else None
+        self._wait_at_first_use(stage)
 
     def begin_backward(self, *, is_final: bool, is_whole: bool) -> None:
         """Expect one gradient of every parameter."""
@@ -66,7 +68,7 @@ class StageStates:
     def end_backward(self) -> None:
         """Reduce the buckets that still wait for a gradient: a parameter may not have been used."""
         if self._gathering is not None:
-            self._gathering.end_backward()
+            self._gathering.end_backward(is_final=self._is_final)
         if not self._reduces:
             return
         while self._next >= 0:
@@ -105,9 +107,29 @@ class StageStates:
     def _gather_units(self, stage: StageModule) -> Gathering:
         # Experts may be cut where dense weights are not, and the other way round.
         cut = [bucket for bucket in self.buckets if bucket.sharing.cuts("weights")]
-        holder = {id(p): bucket for bucket in cut for p in bucket.parameters}
-        of_units = [
-            tuple(dict.fromkeys(holder[id(p)] for p in unit.parameters() if id(p) in holder))
-            for unit in stage.units
-        ]
-        return Gathering(list(stage.units), of_units)
+        units, buckets = list(stage.units), _of_units(stage, cut)
+        return Gathering(units, buckets, keep=stage.mesh.layout.keep_gathered)
+
+    def _wait_at_first_use(self, stage: StageModule) -> None:
+        """Let each unit wait for its updated weights, which come while units before it run."""
+        gathered = [bucket for bucket in self.buckets if bucket.sharing.is_published]
+        for unit, buckets in zip(stage.units, _of_units(stage, gathered), strict=True):
+            if buckets:
+                unit.register_forward_pre_hook(_wait_for(buckets))
+
+
+def _of_units(stage: StageModule, buckets: Sequence[Bucket]) -> list[tuple[Bucket, ...]]:
+    """Return those of some buckets that each unit's parameters lie in."""
+    holder = {id(p): bucket for bucket in buckets for p in bucket.parameters}
+    return [
+        tuple(dict.fromkeys(holder[id(p)] for p in unit.parameters() if id(p) in holder))
+        for unit in stage.units
+    ]
+
+
+def _wait_for(buckets: Sequence[Bucket]) -> Callable[..., None]:
+    def hook(unit: nn.Module, arguments: object) -> None:  # noqa: ARG001  (torch's signature)
+        for bucket in buckets:
+            bucket.wait_gather()
+
+    return hook

@@ -214,6 +214,7 @@ class Trainer:
         self._asked_to_stop = True
 
     def _finish(self) -> None:
+        self._states.wait_weights()  # no rank leaves while another still receives
         self._run_state.finish()
         if self._trace is not None:
             self._write_trace(self._trace)

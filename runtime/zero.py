@@ -120,9 +120,18 @@ class ShardedStates:
             bucket.clear_gradients()
 
     def publish(self) -> None:
-        """Carry the optimizer's update into the weights of every rank."""
+        """Begin to carry the optimizer's update into the weights of every rank.
+
+        First needed, first sent. The next forward of a unit waits for the unit's own weights, so
+        that they travel behind the forwards before it. Whoever reads weights otherwise, or lets go
+        of the states, waits for all of them (`wait_weights`): gloo is stuck where the memory of a
+        transfer under way is gone.
+        """
         for bucket in self.buckets:
             bucket.start_publish()
+
+    def wait_weights(self) -> None:
+        """Complete the weights that are on their way."""
         for bucket in self.buckets:
             bucket.wait_gather()
 

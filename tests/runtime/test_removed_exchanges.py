@@ -94,6 +94,7 @@ class Rank:
         self.first = [bucket.master.clone() for bucket in self.states.buckets]
 
     def restore(self):
+        self.states.wait_weights()  # they are sent from the masters that change now
         for bucket, values in zip(self.states.buckets, self.first, strict=True):
             bucket.master.copy_(values)
         self.states.clear_gradients()

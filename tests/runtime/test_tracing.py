@@ -1,6 +1,7 @@
 """trace.json: every rank's actions, its transfers, what hides them, and what was predicted."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph, program_of
-from runtime.optimizer import precisions
+from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
 from runtime.pending import Pending
 from runtime.predicted_actions import predicted_actions
 from runtime.trace_file import hand_over, handed_over, write_trace
@@ -147,6 +148,51 @@ def test_a_transfer_shows_beside_the_action_that_hides_it(events):
                 inside = start < action["ts"] and action["ts"] + action["dur"] < end
                 hidden += inside and action["name"][1] in "FB"
     assert hidden > 0
+
+
+def gathers_of_a_step(world, layout):
+    """Return the events of two steps under ZeRO-1, on this rank; a bucket for each unit."""
+    job = plan_of(layout).job
+    trace = Trace(world.device, first_step=STEP, num_steps=2)
+    mesh = observed(world.mesh(layout), trace)
+    program = program_of(lower_graph(MODEL, job, layout), layout, mesh)
+    values = normal_initialiser(0, MODEL.num_layers, world.device)
+    states = ShardedStates(program, mesh, precisions(job), initialise=values, bucket_bytes=0)
+    executor = Executor(program, mesh, states, trace=trace)
+    optimizer = ShardedOptimizer(states, OptimizerSettings())
+    tokens = torch.zeros((1, 32), dtype=torch.long)
+    for step in range(STEP + 2):
+        trace.begin_step(step)
+        executor.run([{"input_ids": tokens, "labels": tokens}] * layout.num_micro_batches)
+        optimizer.step(step)
+        trace.end_step()
+    states.wait_weights()
+    return [len(states.buckets), [asdict(event) for event in trace.events()]]
+
+
+def test_weights_that_zero_1_gathers_travel_behind_the_next_steps_first_forward():
+    layout = Layout(
+        data_parallel=2,
+        zero_stage=1,
+        zero_group=2,
+        num_micro_batches=2,
+        layers_per_stage=(4,),
+    )
+    for num_buckets, events in run_ranks(lambda w: gathers_of_a_step(w, layout), 2, timeout=240):
+        ended = {e["name"]: e["start"] + e["seconds"] for e in events if e["kind"] == "step"}
+        forward = [e for e in events if e["name"] == "0F0"][1]
+        gathers = [e for e in events if (e["name"], e["kind"]) == ("all_gather", "transfer")]
+        waits = [e for e in events if e["name"] == "wait all_gather"]
+        first = gathers[:num_buckets]  # those of the first step that is traced
+        assert num_buckets > MODEL.num_layers
+        for gather, wait in zip(first, waits, strict=False):
+            assert gather["start"] < ended[f"step {STEP}"] < wait["start"]
+            assert forward["start"] < wait["start"] < forward["start"] + forward["seconds"]
+        # A unit waits when it is its turn: the others have computed meanwhile.
+        starts = [wait["start"] for wait in waits[:num_buckets]]
+        assert starts == sorted(starts)
+        compute = starts[-1] - starts[0] - sum(w["seconds"] for w in waits[: num_buckets - 1])
+        assert compute > 0
 
 
 def test_predictions_stand_on_a_track_of_their_own(events):
