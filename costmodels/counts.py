@@ -10,7 +10,7 @@ Conventions (those of `planner verify`):
 
 Counted from the same ops that the time model prices, in exact integers. How states travel follows
 the native runtime: gradients once per step under ZeRO-0 and 1, after each backward under ZeRO-2
-and 3; ZeRO-3 gathers each block for its forward and for its backward.
+and 3; ZeRO-3 gathers each block for its forward and for its backward, or once where it is kept.
 """
 
 from collections import Counter
@@ -218,24 +218,27 @@ def _state_bytes(model: ModelSpec, job: TrainingJob, layout: Layout, rank: int) 
     per_weight = bytes_per_weight(job)
     ways = layout.data_parallel * layout.context_parallel
     sharded = layout.zero_stage > 0 and layout.zero_group > 1
+    cut = layout.zero_group if sharded else 1
     per_pass = layout.num_micro_batches if sharded and layout.zero_stage >= ZERO_2 else 1
     total = Counter[str]()
     if ways > 1:
         total["dp"] += weights.dense * per_weight.gradient * per_pass
     if sharded:
-        shard = weights.dense // layout.zero_group
         if ways > layout.zero_group:
-            total["dp"] += shard * per_weight.gradient
-        gathers = 2 * layout.num_micro_batches if layout.zero_stage == ZERO_3 else 1
-        total["dp"] += weights.dense * per_weight.working * gathers
-        if layout.zero_stage == ZERO_3:
-            total["dp"] += weights.gathered_twice * per_weight.working * gathers
+            total["dp"] += weights.dense // cut * per_weight.gradient
+        gathers = _gathers_per_step(layout)
+        twice = weights.gathered_twice if gathers > 1 else 0
+        total["dp"] += (weights.dense + twice) * per_weight.working * gathers
     total["dp"] += _expert_state_bytes(weights.experts, per_weight, layout)
-    cut = layout.zero_group if sharded else 1
     if layout.tensor_parallel > 1:
         total["tp"] += weights.tensor_copies // cut * per_weight.gradient
     total["pp"] += weights.tied // cut * per_weight.gradient
     return total
+
+
+def _gathers_per_step(layout: Layout) -> int:
+    regathers = layout.zero_stage == ZERO_3 and not layout.keep_gathered
+    return 2 * layout.num_micro_batches if regathers else 1
 
 
 def _expert_state_bytes(weights: int, per_weight: BytesPerWeight, layout: Layout) -> int:
@@ -250,8 +253,7 @@ def _expert_state_bytes(weights: int, per_weight: BytesPerWeight, layout: Layout
     if sharded:
         if ways > group:
             total += weights // group * per_weight.gradient
-        gathers = 2 * layout.num_micro_batches if layout.zero_stage == ZERO_3 else 1
-        total += weights * per_weight.working * gathers
+        total += weights * per_weight.working * _gathers_per_step(layout)
     return total
 
 

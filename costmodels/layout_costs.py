@@ -32,6 +32,7 @@ from costmodels.placement import Placement, place
 from costmodels.rates import Rates, rates_of
 from costmodels.shard import shards_of
 from costmodels.state_costs import (
+    BlockGathers,
     RankWeights,
     StateCosts,
     block_gathers,
@@ -87,8 +88,7 @@ class BlockTimes:
         backward_input: With selective recomputation and what ZeRO-3's gathers and reductions add.
         backward_weight: Gradients of weights.
         recompute: What full recomputation of the block adds to backward.
-        gather: ZeRO-3's gather of the weights by itself, per pass.
-        reduce: ZeRO-3's reduction of the gradients by itself.
+        gathers: What ZeRO-3 moves, by itself.
         gather_exposed: Part of `forward` that is the gather.
         backward_exposed: Part of `backward_input` that is the gather and the reduction.
         weights: Weights of the block on its rank.
@@ -99,8 +99,7 @@ class BlockTimes:
     backward_input: Seconds
     backward_weight: Seconds
     recompute: Seconds
-    gather: Seconds
-    reduce: Seconds
+    gathers: BlockGathers
     gather_exposed: Seconds
     backward_exposed: Seconds
     weights: RankWeights
@@ -229,27 +228,26 @@ def _distinct_shards(
 def _block_times(
     total: Seconds,
     weights: RankWeights,
-    gathers: tuple[Seconds, Seconds],
+    gathers: BlockGathers,
     table: LayoutTable,
     rates: Rates,
 ) -> BlockTimes:
     """Combine a block's local seconds with what ZeRO-3 moves beside them."""
-    gather, reduce = gathers
     selective = np.where(table.recompute == SELECTIVE_CODE, total[SELECTIVE], 0.0)
     forward, to_weight = total[FORWARD], total[BACKWARD_WEIGHT]
     to_input = total[BACKWARD_INPUT] + selective
-    gather_exposed = exposed_seconds(gather, forward, rates)
+    gather_exposed = exposed_seconds(gathers.forward, forward, rates)
     backward = to_input + to_weight
-    exposed = exposed_seconds(gather + reduce, backward, rates)
+    beside_backward = gathers.backward + gathers.reduce
+    exposed = exposed_seconds(beside_backward, backward, rates)
     again = backward + total[RECOMPUTE]
-    exposed_again = exposed_seconds(gather + reduce, again, rates)
+    exposed_again = exposed_seconds(beside_backward, again, rates)
     return BlockTimes(
         forward=forward + gather_exposed,
         backward_input=to_input + exposed,
         backward_weight=to_weight,
         recompute=total[RECOMPUTE] + exposed_again - exposed,
-        gather=gather,
-        reduce=reduce,
+        gathers=gathers,
         gather_exposed=gather_exposed,
         backward_exposed=exposed,
         weights=weights,

@@ -45,6 +45,7 @@ class LayoutTable:
     expert_tensor_parallel: IntColumn
     zero_stage: IntColumn
     zero_group: IntColumn
+    keep_gathered: IntColumn
     micro_batch_size: IntColumn
     num_micro_batches: IntColumn
     stages_per_rank: IntColumn
@@ -92,6 +93,7 @@ class LayoutTable:
             recompute=RECOMPUTES[self.recompute[row]],
             recompute_layers=recompute_layers,
             sequence_parallel=bool(self.sequence_parallel[row]),
+            keep_gathered=bool(self.keep_gathered[row]),
             context_parallel_type=CONTEXT_PARALLEL_TYPES[self.context_parallel_type[row]],
             offload=offload,
             layers_per_stage=layers_per_stage,
@@ -122,6 +124,7 @@ def table_of(layouts: Iterable[Layout]) -> LayoutTable:
         expert_tensor_parallel=plain("expert_tensor_parallel"),
         zero_stage=plain("zero_stage"),
         zero_group=plain("zero_group"),
+        keep_gathered=plain("keep_gathered"),
         micro_batch_size=plain("micro_batch_size"),
         num_micro_batches=plain("num_micro_batches"),
         stages_per_rank=plain("stages_per_rank"),

@@ -3,7 +3,8 @@
     ZeRO-0      all-reduce of gradients once per step
     ZeRO-1, 2   reduce-scatter of gradients and all-gather of weights once per step
     ZeRO-3      all-gather of each block's weights before its forward and its backward, and
-                reduce-scatter of its gradients after, per micro-batch
+                reduce-scatter of its gradients after, per micro-batch; weights that are kept are
+                gathered once per step
     HSDP        the above inside a group, then an all-reduce of the shard across groups
 
 Dense weights live on data x context ranks, experts on the ranks that hold the same experts. Large
@@ -74,6 +75,22 @@ class _Groups:
     zero: Tiers
     replica: Tiers
     everyone: Tiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGathers:
+    """ZeRO-3's seconds in one block and micro-batch; nothing for other stages.
+
+    Attributes:
+        forward: Gathering weights for the forward; a share of it where they are kept for others.
+        backward: The same for the backward.
+        reduce: Reducing gradients.
+
+    """
+
+    forward: Seconds
+    backward: Seconds
+    reduce: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,11 +250,11 @@ def _update_per_weight(
 
 def block_gathers(
     weights: RankWeights, job: TrainingJob, table: LayoutTable, placement: Placement, rates: Rates
-) -> tuple[Seconds, Seconds]:
-    """Return ZeRO-3's seconds of gathering a block's weights, and of reducing its gradients.
+) -> BlockGathers:
+    """Return what ZeRO-3 moves for a block.
 
-    Per micro-batch; nothing for other stages. Offloaded weights come from the host first. Targets
-    that keep weights gathered in a pipeline pay once per step.
+    Offloaded weights come from the host first. Where weights are kept they come once per step;
+    targets that keep them in a pipeline reduce once per step, too.
     """
     per_weight = bytes_per_weight(job)
     working = 1.0 if job.switches.fp8_all_gather else float(per_weight.working)
@@ -256,7 +273,11 @@ def block_gathers(
         from_host = count * working / shards / rates.host_bandwidth
         gather = gather + np.where(table.offload_parameters.astype(bool), from_host, 0.0)
     keeps = BEHAVIOURS[job.target].keeps_gathered_in_pipeline & (table.pipeline_parallel > 1)
-    share = np.where(keeps, 1.0 / table.num_micro_batches, 1.0) * (table.zero_stage == ZERO_3)
-    gathered: Seconds = gather * share
-    reduced: Seconds = reduce * share
-    return gathered, reduced
+    cuts = table.zero_stage == ZERO_3
+    once = np.where(keeps, 1.0 / table.num_micro_batches, 1.0) * cuts
+    kept = table.keep_gathered == 1
+    return BlockGathers(
+        forward=gather * np.where(kept, cuts / table.num_micro_batches, once),
+        backward=gather * np.where(kept, 0.0, once),
+        reduce=reduce * once,
+    )

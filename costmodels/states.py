@@ -225,11 +225,12 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     shards_weights = table.zero_stage == ZERO_3
     moves = table.offload_parameters.astype(bool)  # by the unit, whoever else holds them
     whole = np.where(moves, states.local_weights, states.cut_weights) * per_weight.working
-    stays = shards_weights & (table.pipeline_parallel > 1) & behaviour.keeps_gathered_in_pipeline
+    in_pipeline = (table.pipeline_parallel > 1) & behaviour.keeps_gathered_in_pipeline
+    stays = shards_weights & (in_pipeline | (table.keep_gathered == 1))
     parameters = states.parameters + np.where(stays, whole, 0)
     trains_all = job.lora_rank is None
     whole_gradients = states.local_weights * per_weight.gradient * trains_all
-    gradients = np.where(stays, whole_gradients, states.gradients)
+    gradients = np.where(shards_weights & in_pipeline, whole_gradients, states.gradients)
     is_late = (table.zero_stage >= ZERO_2) & (table.num_micro_batches == 1)
     is_late &= behaviour.cuts_gradients_late & (table.pipeline_parallel == 1)
     uncut = (states.local_weights - states.cut_weights) * per_weight.gradient * trains_all

@@ -70,7 +70,8 @@ def _zero3_term(blocks: list[StageBlock], num_micro_batches: int) -> Term:
     seconds = exposed = 0.0
     for block in blocks:
         times = block.times
-        seconds += block.count * float(2 * times.gather[0] + times.reduce[0])
+        moved = times.gathers.forward + times.gathers.backward + times.gathers.reduce
+        seconds += block.count * float(moved[0])
         exposed += block.count * float(times.gather_exposed[0] + times.backward_exposed[0])
         # Recomputation hides more of it: `recompute` holds the difference.
         local = float(block.costs.total[RECOMPUTE, 0])

@@ -42,6 +42,7 @@ class Constraints:
     expert_tensor_parallel: Choices = None
     zero_stage: Choices = None
     zero_group: Choices = None
+    keep_gathered: tuple[bool, ...] | None = None
     micro_batch_size: Choices = None
     stages_per_rank: Choices = None
     schedule: tuple[Schedule, ...] | None = None

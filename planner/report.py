@@ -56,7 +56,8 @@ def zero_words(layout: Layout) -> str:
     """Return the ZeRO stage, with its group where states are copied across groups."""
     shards = layout.data_parallel * layout.context_parallel
     group = f"/{layout.zero_group}" if layout.zero_stage and layout.zero_group < shards else ""
-    return f"zero{layout.zero_stage}{group}"
+    kept = " kept" if layout.keep_gathered else ""
+    return f"zero{layout.zero_stage}{group}{kept}"
 
 
 def recompute_words(layout: Layout) -> str:

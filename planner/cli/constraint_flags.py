@@ -30,6 +30,7 @@ def add_constraint_flags(parser: ArgumentParser) -> None:
         group.add_argument(short, long, dest=name, type=count_choices, metavar="N,N..N")
     group.add_argument("--zero", type=zero_choices, dest="zero_stage", metavar="0..3")
     group.add_argument("--zero-group", type=count_choices, metavar="RANKS")
+    group.add_argument("--keep-gathered", action=argparse.BooleanOptionalAction)
     group.add_argument("--schedule", type=member_choices(Schedule), metavar="NAME,...")
     group.add_argument("--recompute", type=member_choices(Recompute), metavar="NAME,...")
     group.add_argument("--recompute-layers", type=positive, metavar="N", help="layers per stage")
@@ -55,11 +56,12 @@ def read_constraints(arguments: Namespace) -> "Constraints":
     """Return the constraints that the flags describe."""
     from planner.constraints import Constraints
 
-    sequence = arguments.sequence_parallel
+    sequence, kept = arguments.sequence_parallel, arguments.keep_gathered
     return Constraints(
         **{name: getattr(arguments, name) for name, _, _ in DEGREES},
         zero_stage=arguments.zero_stage,
         zero_group=arguments.zero_group,
+        keep_gathered=None if kept is None else (kept,),
         schedule=arguments.schedule,
         recompute=arguments.recompute,
         recompute_layers=arguments.recompute_layers,

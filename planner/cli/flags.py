@@ -81,6 +81,9 @@ def add_layout_flags(parser: ArgumentParser) -> None:
         parser.add_argument(short, long, dest=name, type=positive, metavar="N")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, dest="zero_stage")
     parser.add_argument("--zero-group", type=positive, metavar="RANKS")
+    parser.add_argument(
+        "--keep-gathered", action="store_true", help="ZeRO-3 gathers weights once per step"
+    )
     _add_choice(parser, "--schedule", Schedule, None)
     _add_choice(parser, "--recompute", Recompute, Recompute.NONE)
     parser.add_argument("--recompute-layers", type=positive, metavar="N", help="layers per stage")
@@ -202,6 +205,7 @@ def read_layout(
         **degree,
         zero_stage=arguments.zero_stage,
         zero_group=arguments.zero_group or shards,
+        keep_gathered=arguments.keep_gathered,
         num_micro_batches=max(1, job.global_batch_size // per_forward),
         schedule=schedule,
         recompute=Recompute(arguments.recompute),

@@ -29,6 +29,7 @@ CHOICES = {
     "expert_parallel": "ranks that share the experts",
     "zero_stage": "what data-parallel ranks share out: 1 optimizer, 2 gradients, 3 weights too",
     "zero_group": "ranks that share one copy of it",
+    "keep_gathered": "stage 3 gathers weights once per step, not for each forward and backward",
     "micro_batch_size": "sequences of one forward",
     "num_micro_batches": "forwards of one step on each pipeline",
     "stages_per_rank": "pieces of the model on each pipeline rank",

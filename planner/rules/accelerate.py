@@ -7,7 +7,7 @@ takes parameters with their states, the DeepSpeed plugin optimizer states alone)
 
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES
-from planner.rules.common import COMMON
+from planner.rules.common import COMMON, NO_KEEPING
 from planner.rules.rule import Rule
 from planner.rules.shapes import KV_HEADS_DIVIDE
 
@@ -15,6 +15,7 @@ SELECTIVE = RECOMPUTES.index(Recompute.SELECTIVE)
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    NO_KEEPING,
     KV_HEADS_DIVIDE,
     Rule(
         name="no_pipeline",

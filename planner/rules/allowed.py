@@ -119,6 +119,7 @@ def _candidates(
         "recompute": tuple(Recompute),
         "context_parallel_type": tuple(ContextParallelType),
         "sequence_parallel": (False, True),
+        "keep_gathered": (False, True),
         "zero_stage": (0, 1, 2, 3),
         "zero_group": divisors(layout.data_parallel * layout.context_parallel),
         "micro_batch_size": divisors(job.global_batch_size),

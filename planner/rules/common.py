@@ -104,6 +104,18 @@ GRID_RULES: tuple[Rule, ...] = (
         blames=("zero_stage",),
     ),
     Rule(
+        name="kept_weights_come_from_other_ranks",
+        reads=("keep_gathered", "zero_stage", "offload_parameters"),
+        holds=lambda case: (
+            (case.table.keep_gathered == 0)
+            | ((case.table.zero_stage == CUTS_PARAMETERS) & (case.table.offload_parameters == 0))
+        ),
+        says="gathered weights are kept over a step (--keep-gathered) where --zero 3 gathers them "
+        "from other GPUs; this is --zero {zero_stage}, --offload {offload}",
+        given=("keep_gathered", "zero_stage", "offload"),
+        blames=("keep_gathered", "zero_stage"),
+    ),
+    Rule(
         name="offloaded_parameters_are_sharded",
         reads=("offload_parameters", "zero_stage"),
         holds=lambda case: (
@@ -133,3 +145,14 @@ def context_types_of_target(*kinds: str) -> Rule:
         given=("context_parallel_type", "context_parallel", "target"),
         blames=("context_parallel_type", "context_parallel"),
     )
+
+
+# What the native runtime alone is told; torchtitan does it by itself in pipelines.
+NO_KEEPING = Rule(
+    name="target_is_told_what_to_keep",
+    reads=("keep_gathered",),
+    holds=lambda case: case.table.keep_gathered == 0,
+    says="{target} (--target) is not told to keep gathered weights (--keep-gathered); native is",
+    given=("keep_gathered", "target"),
+    blames=("keep_gathered",),
+)

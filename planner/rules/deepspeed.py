@@ -8,7 +8,7 @@ runtime/activation_checkpointing (activations move to the host as checkpoints).
 
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES
-from planner.rules.common import COMMON, context_types_of_target
+from planner.rules.common import COMMON, NO_KEEPING, context_types_of_target
 from planner.rules.rule import CUTS_GRADIENTS, Rule
 from planner.rules.schedules import schedules_of_target
 from planner.rules.shapes import KV_HEADS_DIVIDE
@@ -17,6 +17,7 @@ FULL = RECOMPUTES.index(Recompute.FULL)
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    NO_KEEPING,
     KV_HEADS_DIVIDE,
     schedules_of_target("1f1b"),
     context_types_of_target("ulysses"),

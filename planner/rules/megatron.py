@@ -9,7 +9,7 @@ are ZeRO-1 (distributed optimizer); stages 2 and 3 are Megatron-FSDP, which excl
 
 import numpy as np
 
-from planner.rules.common import COMMON
+from planner.rules.common import COMMON, NO_KEEPING
 from planner.rules.rule import CUTS_GRADIENTS, Case, Mask, Rule
 from planner.rules.schedules import schedules_of_target
 
@@ -32,6 +32,7 @@ def _rounds_are_full(case: Case) -> Mask:
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    NO_KEEPING,
     Rule(
         name="tensor_parallel_fits_kv_heads",
         reads=("tensor_parallel",),

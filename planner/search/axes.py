@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.hardware import Cluster
-from costmodels.job import TrainingJob
+from costmodels.job import Target, TrainingJob
 from costmodels.layout import Offload, Recompute
 from costmodels.layout_table import CONTEXT_PARALLEL_TYPES, RECOMPUTES, SCHEDULES
 from costmodels.model import ModelSpec
@@ -31,6 +31,7 @@ RANK_ORDERS = (
     ("tp", "pp", "cp", "dp"),
     ("tp", "pp", "dp", "cp"),
 )
+ZERO_2, ZERO_3 = 2, 3
 MOST_STAGES_PER_RANK = 12  # chosen: published runs interleave up to 12
 WHOLE_GROUP = 0  # codes of the axis "zero_group": all of dp * cp, or
 DOMAIN_GROUP = -1  # the ranks of it inside one scale-up domain; else the number itself
@@ -106,7 +107,7 @@ def axes_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: C
             choices("context_parallel_type", CONTEXT_PARALLEL_TYPES),
             choices("schedule", SCHEDULES),
             numbers("stages_per_rank", stages),
-            numbers("zero_stage", range(4)),
+            _zero_axis(job, constraints),
             numbers("zero_group", (WHOLE_GROUP, DOMAIN_GROUP)),
             _recompute_axis(constraints),
             _offload_axis(constraints),
@@ -120,6 +121,25 @@ def axes_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: C
 def _axis(name: str, values: Iterable[int], *, free: bool) -> Axis:
     column = np.array([int(v) for v in dict.fromkeys(values)], dtype=np.int64)
     return Axis(name=name, columns=(name,), values=column[:, None], free=free)
+
+
+def _zero_axis(job: TrainingJob, constraints: Constraints) -> Axis:
+    """The stage of ZeRO, and whether stage 3 keeps what it gathers.
+
+    Stage 2 moves as little and holds less than a stage 3 that keeps: where it may be chosen,
+    keeping is left out unless it is asked for.
+    """
+    given = constraints.zero_stage
+    stages = tuple(range(4)) if given is None else given
+    kept = constraints.keep_gathered
+    if kept is None:
+        gains = job.target is Target.NATIVE and ZERO_2 not in stages
+        kept = (False, True) if gains else (False,)
+    choices = [(stage, keeps) for stage in stages for keeps in kept if stage == ZERO_3 or not keeps]
+    # Keeping that is asked for without its stage is for the rules to refuse.
+    values = np.array(choices or [(stage, True) for stage in stages], dtype=np.int64)
+    columns = ("zero_stage", "keep_gathered")
+    return Axis(name="zero_stage", columns=columns, values=values, free=given is None)
 
 
 def _recompute_axis(constraints: Constraints) -> Axis:

@@ -86,6 +86,7 @@ def _orders_differ(case: Case) -> Mask:
 def _one_name_each(axes: Axes) -> tuple[Rule, ...]:
     split, kind = _least(axes, "sequence_parallel"), _first(axes, "context_parallel_type")
     zero, schedule = _first(axes, "zero_stage"), _plain_schedule(axes)
+    kept = int(axes.named("zero_stage").values[:, 1].min())
     name = "same_layout_twice"
     return (
         _rule(
@@ -111,6 +112,14 @@ def _one_name_each(axes: Axes) -> tuple[Rule, ...]:
             lambda case: (
                 (case.table.data_parallel * case.table.context_parallel > 1)
                 | (case.table.zero_stage == zero)
+            ),
+        ),
+        _rule(
+            name,
+            ("data_parallel", "context_parallel", "keep_gathered"),
+            lambda case: (
+                (case.table.data_parallel * case.table.context_parallel > 1)
+                | (case.table.keep_gathered == kept)
             ),
         ),
         _rule(

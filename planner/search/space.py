@@ -88,7 +88,7 @@ def space_of(
 def root(space: Space) -> Partial:
     """Return the one partial layout of which nothing is decided."""
     neutral = {name: np.ones(1, dtype=np.int64) for name in COLUMNS}
-    for name in ("recompute", "rank_order", "context_parallel_type", "zero_stage"):
+    for name in ("recompute", "rank_order", "context_parallel_type", "zero_stage", "keep_gathered"):
         neutral[name] = np.zeros(1, dtype=np.int64)
     for name in COLUMNS:
         if name.startswith("offload") or name == "sequence_parallel":

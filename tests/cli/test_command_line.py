@@ -43,6 +43,7 @@ LAYOUT = {
     "--expert-tensor-parallel",
     "--zero",
     "--zero-group",
+    "--keep-gathered",
     "--mbs",
     "--micro-batch-size",
     "--vpp",

@@ -164,7 +164,8 @@ def layouts(problem: Problem) -> Iterator[Layout]:
         for ep, etp in product(
             experts, asked.expert_tensor_parallel if problem.model.moe else (1,)
         ):
-            for group in _groups(problem, tp, dp, cp, zero):
+            kept = _kept(problem, zero, dp * cp, offload)
+            for group, keeps in product(_groups(problem, tp, dp, cp, zero), kept):
                 yield Layout(
                     data_parallel=dp,
                     tensor_parallel=tp,
@@ -174,6 +175,7 @@ def layouts(problem: Problem) -> Iterator[Layout]:
                     expert_tensor_parallel=etp,
                     zero_stage=zero,
                     zero_group=group,
+                    keep_gathered=keeps,
                     micro_batch_size=mbs,
                     num_micro_batches=problem.job.global_batch_size // (dp * mbs),
                     stages_per_rank=vpp,
@@ -185,6 +187,13 @@ def layouts(problem: Problem) -> Iterator[Layout]:
                     layers_per_stage=even(layers, pp * vpp),
                     rank_order=order,
                 )
+
+
+def _kept(problem: Problem, zero: int, ranks: int, offload: tuple[Offload, ...]) -> list[bool]:
+    """Keeping is tried where states are cut three ways and stage 2 is ruled out."""
+    tried = zero == 3 and 2 not in (problem.constraints.zero_stage or (2,)) and ranks > 1
+    native = problem.job.target is Target.NATIVE
+    return [False, True] if tried and native and Offload.PARAMETERS not in offload else [False]
 
 
 def _groups(problem: Problem, tp: int, dp: int, cp: int, zero: int) -> set[int]:

@@ -1,0 +1,110 @@
+"""When ZeRO-3 may keep what it gathers, and when the search lets it."""
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.estimate import estimate_time
+from costmodels.job import Target, TrainingJob
+from costmodels.layout import Layout, Offload
+from costmodels.memory import estimate_memory
+from costmodels.profile_toml import make_cluster, read_profile
+from planner.constraints import Constraints
+from planner.presets import read_model
+from planner.rules import violations
+from planner.search.axes import axes_of
+from planner.search.ranking import search
+
+MODEL = read_model("8b")
+CLUSTER = make_cluster(read_profile("h100-sxm-80gb"), 8, 8)
+JOB = TrainingJob(seq_len=4096, global_batch_size=64)
+KEPT = Layout(
+    data_parallel=8,
+    zero_stage=3,
+    zero_group=8,
+    keep_gathered=True,
+    num_micro_batches=8,
+    layers_per_stage=(32,),
+)
+
+
+def seconds(layout):
+    return estimate_time(MODEL, JOB, CLUSTER, layout).step_seconds
+
+
+def held(layout):
+    return estimate_memory(MODEL, JOB, CLUSTER, layout).parts.reserved
+
+
+def test_keeping_is_faster_than_gathering_again_and_takes_more():
+    again = replace(KEPT, keep_gathered=False)
+    assert seconds(KEPT) < seconds(again)
+    weights = 2 * 8.03e9
+    assert held(KEPT) - held(again) == pytest.approx(weights, rel=0.15)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_stage_2_is_as_fast_as_keeping_and_takes_less(stages, micro_batches):
+    """Why a search that may choose stage 2 leaves keeping out."""
+    data = 8 // stages
+    kept = replace(
+        KEPT,
+        data_parallel=data,
+        pipeline_parallel=stages,
+        zero_group=data,
+        num_micro_batches=micro_batches,
+        layers_per_stage=(32 // stages,) * stages,
+    )
+    whole = replace(kept, zero_stage=2, keep_gathered=False)
+    assert seconds(whole) <= seconds(kept) * 1.001
+    assert held(whole) < held(kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"zero_stage": 2}, "kept_weights_come_from_other_ranks"),
+        (
+            {"offload": (Offload.OPTIMIZER, Offload.PARAMETERS)},
+            "kept_weights_come_from_other_ranks",
+        ),
+    ],
+)
+def test_what_is_not_gathered_from_others_cannot_be_kept(changes, rule):
+    (broken,) = violations(MODEL, JOB, CLUSTER, replace(KEPT, **changes))
+    assert broken.rule == rule
+    assert False in broken.allowed["keep_gathered"]
+
+
+@pytest.mark.parametrize("target", [target for target in Target if target is not Target.NATIVE])
+def test_other_targets_are_not_told_what_to_keep(target):
+    broken = violations(MODEL, replace(JOB, target=target), CLUSTER, KEPT)
+    assert "target_is_told_what_to_keep" in {violation.rule for violation in broken}
+
+
+@pytest.mark.parametrize(
+    ("constraints", "choices"),
+    [
+        (Constraints(), [(0, 0), (1, 0), (2, 0), (3, 0)]),
+        (Constraints(zero_stage=(3,)), [(3, 0), (3, 1)]),
+        (Constraints(zero_stage=(2, 3)), [(2, 0), (3, 0)]),
+        (Constraints(keep_gathered=(True,)), [(3, 1)]),
+        (Constraints(zero_stage=(1,), keep_gathered=(True,)), [(1, 1)]),
+        (Constraints(zero_stage=(3,), keep_gathered=(False,)), [(3, 0)]),
+    ],
+)
+def test_the_search_tries_keeping_where_stage_2_is_ruled_out(constraints, choices):
+    axis = axes_of(MODEL, JOB, CLUSTER, constraints).named("zero_stage")
+    assert [tuple(row) for row in axis.values.tolist()] == choices
+
+
+def test_the_search_trades_memory_for_time():
+    """With room it keeps; on cards that weights and states fill it gathers again."""
+    asked = Constraints(zero_stage=(3,), tensor_parallel=(1,), pipeline_parallel=(1,))
+    roomy = search(MODEL, JOB, CLUSTER, asked, top=1)
+    profile = read_profile("h100-sxm-80gb", ("device.memory_gib=28",))
+    tight = search(MODEL, JOB, make_cluster(profile, 8, 8), asked, top=1)
+    assert roomy.plans[0].layout.keep_gathered
+    assert not tight.plans[0].layout.keep_gathered
+    assert roomy.status == tight.status == "optimal"
