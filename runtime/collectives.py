@@ -142,7 +142,11 @@ def start_reduce_scatter(full: Tensor, group: Group) -> Pending:
 
 
 def start_send(x: Tensor, group: Group, to: int, tag: int) -> Pending:
-    """Begin to send a contiguous tensor to a rank, by its place in the group."""
+    """Begin to send a contiguous tensor to a rank, by its place in the group.
+
+    On NCCL the messages of a pair of ranks share a queue (all of a group's, where torch connects
+    groups eagerly): both ends must begin them in one order, or go through `ring.start_shift`.
+    """
     watch = watch_of(group, "send", x)
     work = dist.isend(x, group=group.handle, group_dst=to, tag=tag)
     return Pending([work], x).watched_by(watch)

@@ -1,15 +1,13 @@
 """Run any rank of a plan in one process, without its peers and without memory.
 
 The real executor, states and optimizer run the rank's real actions; tensors are fake (shapes only)
-and so is the process group, whose collectives return at once. A step of many micro-batches repeats
-itself: two short steps that differ by a few micro-batches are run, and what those add is
-multiplied. That is exact for FLOPs and bytes, and for the peak, which either no longer grows
-(1F1B) or grows by the same amount with each micro-batch (GPipe).
+and so is the process group, whose collectives return at once. A step of many micro-batches on a
+long pipeline repeats itself: it follows exactly from a few short ones (`short_steps.py`).
 """
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,18 +20,16 @@ from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.job import TrainingJob
-from costmodels.layout import Layout, Schedule
+from costmodels.layout import Layout
 from runtime.executor import Executor
 from runtime.first_values import materialise
-from runtime.lower import actions_of, program_of
+from runtime.lower import program_of
 from runtime.mesh import Mesh, World
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
 from runtime.program import BATCH_FIELDS, Batch, ParameterShard
+from runtime.short_steps import Figures, ShortStep, bytes_of, flops_of, peak_of, short_steps
 from runtime.trackers import Message, Tracker
 from runtime.zero import ShardedStates
-
-# Their steady state is reached with one micro-batch more than stages, and repeats with each.
-_EVERY_MICRO_BATCH = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +52,6 @@ class RankRun:
     messages: tuple[Message, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    flops: int
-    num_bytes: Counter[str]
-    peak: int
-    messages: tuple[Message, ...]
-
-
 def dry_run(lowered: GraphModule, job: TrainingJob, layout: Layout, rank: int) -> RankRun:
     """Run one rank of a lowered plan with fake tensors.
 
@@ -77,32 +65,17 @@ def dry_run(lowered: GraphModule, job: TrainingJob, layout: Layout, rank: int) -
         ValueError: The runtime does not train in the job's precision or with its optimizer.
 
     """
-    first, second = _short_steps(layout)
     with _fake_mesh(layout, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        steps = _run_steps(lowered, job, mesh, (first, second))
-    short, long = steps
-    repeats, remainder = divmod(layout.num_micro_batches - second, max(second - first, 1))
-    assert remainder == 0, f"{layout.num_micro_batches} micro-batches do not follow from {second}"
-    num_bytes = {
-        axis: count + repeats * (count - short.num_bytes[axis])
-        for axis, count in long.num_bytes.items()
-    }
+        place = mesh.coordinate("pp")
+        steps = short_steps(layout, place)
+        found, messages = _run_steps(lowered, job, mesh, steps)
     return RankRun(
         rank=rank,
-        flops=long.flops + repeats * (long.flops - short.flops),
-        num_bytes=Counter(num_bytes),
-        peak=long.peak + repeats * (long.peak - short.peak),
-        messages=short.messages,
+        flops=flops_of(layout, steps, found),
+        num_bytes=bytes_of(layout, steps, found),
+        peak=peak_of(layout, place, steps, found),
+        messages=messages,
     )
-
-
-def _short_steps(layout: Layout) -> tuple[int, int]:
-    """Return two numbers of micro-batches from which the plan's own follows."""
-    count, stages = layout.num_micro_batches, layout.pipeline_parallel
-    stride = 1 if layout.schedule in _EVERY_MICRO_BATCH or stages == 1 else stages
-    first = stages + 1 if stride == 1 else 2 * stages
-    first += (count - first) % stride
-    return (first, first + stride) if first + stride < count else (count, count)
 
 
 @contextmanager
@@ -118,40 +91,52 @@ def _fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 
 def _run_steps(
-    lowered: GraphModule, job: TrainingJob, mesh: Mesh, counts: tuple[int, int]
-) -> list[_Step]:
+    lowered: GraphModule, job: TrainingJob, mesh: Mesh, steps: Sequence[ShortStep]
+) -> tuple[list[Figures], tuple[Message, ...]]:
+    """Return what was read off each step, and the messages of the first."""
     tracker = Tracker()
+    found: list[Figures] = []
+    messages: tuple[Message, ...] = ()
     with tracker.watching():
         program = program_of(lowered, mesh.layout, mesh)
         materialise(program, _whole_parameter)
         states = ShardedStates(program, mesh, precisions(job))
         optimizer = ShardedOptimizer(states, OptimizerSettings(kind=job.optimizer))
         _create_optimizer_states(optimizer)
-        steps: list[_Step] = []
-        for count in counts:
-            if steps and count == counts[0]:
-                return steps * 2
-            layout = replace(mesh.layout, num_micro_batches=count)
-            actions = actions_of(layout, mesh.coordinate("pp"))
-            batches = [_batch(job, layout) for _ in range(count)]
+        # Those of the whole step wait on the device, however few are run.
+        batches = [_batch(job, mesh.layout) for _ in range(mesh.layout.num_micro_batches)]
+        for step in steps:
+            actions = step.actions(mesh.layout, mesh.coordinate("pp"))
             gc.collect()  # the last step's executor refers to itself; training keeps one
             tracker.flops, tracker.messages = 0, []
             tracker.reset_peak()
-            Executor(replace(program, actions=actions), mesh, states).run(batches)
+            Executor(replace(program, actions=actions), mesh, states).run(
+                batches[: step.num_micro_batches]
+            )
             optimizer.step(0)
-            steps.append(_read(tracker, mesh))
-    return steps
+            found.append(_read(tracker, mesh))
+            messages = messages or _by_axis(tracker, mesh)
+    return found, messages
 
 
-def _read(tracker: Tracker, mesh: Mesh) -> _Step:
-    names = {str(g.handle.group_name): g.axis for g in mesh.groups.values() if g.handle is not None}
+def _read(tracker: Tracker, mesh: Mesh) -> Figures:
+    names = _axes(mesh)
     by_group = tracker.bytes_by_group()
-    return _Step(
+    return Figures(
         flops=tracker.flops,
         num_bytes=Counter({names[group]: count for group, count in by_group.items()}),
         peak=tracker.peak,
-        messages=tuple(tracker.messages),
     )
+
+
+def _by_axis(tracker: Tracker, mesh: Mesh) -> tuple[Message, ...]:
+    """Return messages under the names of their axes, not of torch's groups."""
+    names = _axes(mesh)
+    return tuple(replace(message, group=names[message.group]) for message in tracker.messages)
+
+
+def _axes(mesh: Mesh) -> dict[str, str]:
+    return {str(g.handle.group_name): g.axis for g in mesh.groups.values() if g.handle is not None}
 
 
 def _whole_parameter(shard: ParameterShard) -> Tensor:

@@ -3,7 +3,7 @@
 One rank of each role (`rank_roles`) is run. Per role: executed FLOPs and the bytes that each axis
 carries must equal `costmodels.counts` exactly, the peak of live storage must lie within 5 % of
 `costmodels.memory`. Across ranks: whoever shares a group must call the same collectives in the same
-order, and every message sent must be received.
+order, and every message sent must be received, in the same order at both ends of a pair of stages.
 """
 
 from collections import Counter, defaultdict
@@ -150,8 +150,11 @@ def _pairs(graph: dict[str, int], estimate: dict[str, int]) -> tuple[tuple[str, 
 
 
 def disagreements(runs: Sequence[RankRun]) -> list[str]:
-    """Return what would hang: group members that differ in order, messages without a partner."""
-    return [*_differing_collectives(runs), *_lost_messages(runs)]
+    """Return what would hang: members of a group, or two ends of a pair, that differ in order.
+
+    NCCL runs the messages of a pair of ranks in the order in which each end began them.
+    """
+    return [*_differing_collectives(runs), *_lost_messages(runs), *_crossed_messages(runs)]
 
 
 def _differing_collectives(runs: Sequence[RankRun]) -> Iterable[str]:
@@ -174,7 +177,7 @@ def _differing_collectives(runs: Sequence[RankRun]) -> Iterable[str]:
                 )
 
 
-def _first_difference(one: list[tuple[str, int]], other: list[tuple[str, int]]) -> int | None:
+def _first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
     for place, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return place
@@ -196,6 +199,26 @@ def _lost_messages(runs: Sequence[RankRun]) -> Iterable[str]:
     for pair in sorted(set(sent) | set(received)):
         if sorted(sent[pair]) != sorted(received[pair]):
             yield f"rank {pair[0]} sends other messages than rank {pair[1]} receives"
+
+
+def _crossed_messages(runs: Sequence[RankRun]) -> Iterable[str]:
+    """Compare the order in which stages exchange, both directions together.
+
+    Rings begin both directions as one batch, in which there is no order.
+    """
+    known = {run.rank for run in runs}
+    order: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for run in runs:
+        for message in run.messages:
+            if message.group == "pp" and message.peer in known:
+                is_send = message.operation == "send"
+                sender = run.rank if is_send else message.peer
+                order[run.rank, message.peer].append((sender, message.tag))
+    for (one, other), exchanged in sorted(order.items()):
+        if one < other:
+            place = _first_difference(exchanged, order[other, one])
+            if place is not None:
+                yield f"ranks {one} and {other} differ in the order of message {place} of the pair"
 
 
 def _transfer(message: Message, rank: int, known: set[int]) -> tuple[int, int]:

@@ -1,12 +1,17 @@
 """Attention over a split sequence against attention over the whole one, on real gloo ranks."""
 
+from dataclasses import replace
 from functools import partial
 
+import lowering_models as small
 import pytest
 import torch
 from torch.nn import functional
 
+from costmodels.job import TrainingJob
 from costmodels.layout import ContextParallelType, Layout
+from costmodels.profile_toml import make_cluster, read_profile
+from planner.rules import violations
 from runtime.context import context_positions, context_share
 from runtime.launch import run_ranks
 from runtime.ops.gathered_attention import (
@@ -17,6 +22,7 @@ from runtime.ops.gathered_attention import (
 from runtime.ops.ring_attention import recomputed_ring_attention, ring_attention, ring_part
 from runtime.ops.ulysses_attention import to_heads, to_tokens
 
+H100 = read_profile("h100-sxm-80gb")
 KINDS = list(ContextParallelType)
 
 
@@ -234,3 +240,23 @@ def test_a_sequence_that_does_not_cut_is_refused_with_both_numbers():
     layout = layout_of(ContextParallelType.RING, 2)
     with pytest.raises(ValueError, match="6 tokens does not cut into the 4 equal chunks"):
         context_positions(6, layout, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_rule_refuses_the_lengths_that_the_runtime_cannot_cut(kind, num_ranks):
+    """And names the nearest that it can: nothing is padded."""
+    layout, cluster = layout_of(kind, num_ranks), make_cluster(H100, num_ranks, num_ranks)
+    layout = replace(layout, zero_group=num_ranks, layers_per_stage=(small.NUM_LAYERS,))
+    for length in range(2, 34):
+        job = TrainingJob(seq_len=length, global_batch_size=1)
+        broken = {v.rule: v for v in violations(small.llama(), job, cluster, layout)}
+        try:
+            shares = {len(context_positions(length, layout, rank)) for rank in range(num_ranks)}
+        except ValueError:
+            legal = broken["sequence_divides"].allowed["seq_len"]
+            assert all(abs(near - length) < 2 * num_ranks for near in legal)
+            assert legal or length < 2 * num_ranks
+        else:
+            assert "sequence_divides" not in broken
+            assert len(shares) == 1

@@ -67,25 +67,6 @@ def test_flops_and_bytes_equal_the_counts_exactly(model, name):
         assert found == dict(counts.num_bytes)
 
 
-@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B])
-def test_a_long_step_follows_from_two_short_ones(schedule, monkeypatch):
-    long = layout(
-        pipeline_parallel=2,
-        data_parallel=2,
-        zero_stage=2,
-        zero_group=2,
-        num_micro_batches=9,
-        schedule=schedule,
-        layers_per_stage=(2, 2),
-    )
-    job = small.job()
-    lowered = lower_graph(small.MODELS["llama"], job, long)
-    short = dry.dry_run(lowered, job, long, 0)
-    monkeypatch.setattr(dry, "_short_steps", lambda _: (9, 9))
-    whole = dry.dry_run(lowered, job, long, 0)
-    assert (short.flops, short.num_bytes, short.peak) == (whole.flops, whole.num_bytes, whole.peak)
-
-
 def plan_of(plan_layout, model="llama"):
     return Plan(
         model=small.MODELS[model],
@@ -137,6 +118,19 @@ def test_a_message_nobody_receives_is_a_disagreement():
     ]
     other = replace(received, tag=4)
     assert len(disagreements([run_of(0, sent), run_of(1, other)])) == 1
+
+
+def test_stages_that_exchange_in_another_order_are_a_disagreement():
+    """Each end begins with its send: on NCCL, both would wait."""
+    there = {"group": "pp", "tag": 3}
+    back = {"group": "pp", "tag": 4}
+    sends_first = run_of(0, message("send", peer=1, **there), message("receive", peer=1, **back))
+    first = run_of(1, message("receive", peer=0, **there), message("send", peer=0, **back))
+    assert disagreements([sends_first, first]) == []
+    crossed = run_of(1, message("send", peer=0, **back), message("receive", peer=0, **there))
+    assert disagreements([sends_first, crossed]) == [
+        "ranks 0 and 1 differ in the order of message 0 of the pair"
+    ]
 
 
 def test_figures_agree_within_a_share_of_the_graphs():
