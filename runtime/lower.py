@@ -41,6 +41,7 @@ def lower(
     mesh: Mesh,
     *,
     dtype: torch.dtype | None = None,
+    capacity_factor: float = 0.0,
 ) -> Program:
     """Return what this rank runs of a plan; its parameters still lie on meta.
 
@@ -51,12 +52,14 @@ def lower(
         layout: The plan's.
         mesh: Where this rank stands.
         dtype: Of the parameters; None follows the job's precision.
+        capacity_factor: What an expert takes of a sequence, over the mean; 0 takes all.
 
     Raises:
         ValueError: The model cannot be traced, cut or split as the layout asks.
 
     """
-    return program_of(lower_graph(model, job, layout, dtype=dtype), layout, mesh)
+    lowered = lower_graph(model, job, layout, dtype=dtype, capacity_factor=capacity_factor)
+    return program_of(lowered, layout, mesh)
 
 
 def lower_graph(
@@ -65,17 +68,23 @@ def lower_graph(
     layout: Layout,
     *,
     dtype: torch.dtype | None = None,
+    capacity_factor: float = 0.0,
 ) -> GraphModule:
     """Return the whole model after all passes; the same on every rank."""
     dtype = dtype or compute_dtype(job)
     if isinstance(model, ModelSpec):
         model = build_model(model, seq_len=job.seq_len, dtype=dtype)
-    return lower_captured(capture(model, dtype=dtype), job, layout)
+    captured = capture(model, dtype=dtype)
+    return lower_captured(captured, job, layout, capacity_factor=capacity_factor)
 
 
-def lower_captured(captured: GraphModule, job: TrainingJob, layout: Layout) -> GraphModule:
+def lower_captured(
+    captured: GraphModule, job: TrainingJob, layout: Layout, *, capacity_factor: float = 0.0
+) -> GraphModule:
     """Run the passes on a captured graph, which they consume."""
-    context = LoweringContext(layout=layout, flash_attention=job.flash_attention)
+    context = LoweringContext(
+        layout=layout, flash_attention=job.flash_attention, capacity_factor=capacity_factor
+    )
     return run_passes(captured, context, PIPELINE)
 
 

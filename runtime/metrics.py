@@ -36,6 +36,8 @@ class Measurement:
             process) on the fullest rank.
         expert_imbalance: How far the fullest expert of any layer lies above its layer's mean; None
             where routers are not evened out.
+        dropped_share: Of the step's choices, what experts over their capacity dropped; None where
+            they have none.
 
     """
 
@@ -49,6 +51,7 @@ class Measurement:
     allocated_gib: float | None
     reserved_gib: float
     expert_imbalance: float | None = None
+    dropped_share: float | None = None
 
     def line(self) -> str:
         """Return a line to read."""
@@ -61,8 +64,9 @@ class Measurement:
         )
 
     def _experts(self) -> str:
-        imbalance = self.expert_imbalance
-        return "" if imbalance is None else f"  fullest expert +{100 * imbalance:.0f} %"
+        imbalance, dropped = self.expert_imbalance, self.dropped_share
+        words = "" if imbalance is None else f"  fullest expert +{100 * imbalance:.0f} %"
+        return words if dropped is None else f"{words}  dropped {100 * dropped:.2f} %"
 
 
 class Recorder:

@@ -28,6 +28,7 @@ class TrainingOptions:
         init_from: Hugging Face folder of first weights; a checkpoint that is resumed comes before.
         timeout: Seconds after which a silent rank or a stuck collective ends the run.
         bias_update_rate: What a step moves routers' corrections by; 0 leaves them.
+        capacity_factor: What an expert takes of a sequence, over the mean; 0 drops nothing.
         trace: Steps to write into trace.json, after the warm-up; 0 writes none.
         check: Only look for what is wrong with plan, flags and data, in one process.
         device_type: "cpu" or "cuda"; None is what the plan is for, where the machine has it.
@@ -52,6 +53,7 @@ class TrainingOptions:
     init_from: Path | None
     timeout: float
     bias_update_rate: float
+    capacity_factor: float
     trace: int
     check: bool
     device_type: str | None
@@ -119,6 +121,13 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         metavar="RATE",
         help="evens out experts by their routers' corrections (0: not; DeepSeek-V3: 0.001)",
     )
+    add(
+        "--capacity-factor",
+        type=_rate,
+        default=0.0,
+        metavar="X",
+        help="experts drop what a sequence sends them over X times the mean (0: drop nothing)",
+    )
     add("--trace", type=_count, default=0, metavar="N", help="steps to draw in trace.json (0)")
     add("--check", action="store_true", help="read plan, flags and data, then stop")
     add("--device", choices=("cpu", "cuda"), default=None, help="(the plan's, if there is one)")
@@ -147,6 +156,7 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         init_from=given.init_from,
         timeout=given.timeout,
         bias_update_rate=given.bias_update_rate,
+        capacity_factor=given.capacity_factor,
         trace=given.trace,
         check=given.check,
         device_type=given.device,

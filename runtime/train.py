@@ -22,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from planner.plan import Plan, read_plan
+from runtime.capacity import check_capacity
 from runtime.expert_bias import check_bias_updates
 from runtime.mesh import World, join
 from runtime.modules import check_reference
@@ -58,6 +59,7 @@ def run(
             precisions(plan.job)
             check_reference(plan, module)
             check_bias_updates(plan, options.bias_update_rate)
+            check_capacity(plan, options.capacity_factor)
             open_source(plan, options)
             return 0
         check_world_size(plan)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from planner.plan import Plan
 from runtime import collectives
+from runtime.capacity import DroppedShares, check_capacity
 from runtime.context import context_share
 from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
 from runtime.executor import Executor
@@ -65,6 +66,7 @@ class Trainer:
         """
         layout = plan.layout
         check_bias_updates(plan, options.bias_update_rate)
+        check_capacity(plan, options.capacity_factor)
         self.step = 0
         self._plan = plan
         self._options = options
@@ -83,15 +85,24 @@ class Trainer:
         built = module_of_plan(plan, module, seed=options.seed, device=world.device)
         if built is None:
             values = normal_initialiser(options.seed, plan.model.num_layers, world.device)
-            program = lower(plan.model, plan.job, layout, self._mesh)
+            program = lower(
+                plan.model,
+                plan.job,
+                layout,
+                self._mesh,
+                capacity_factor=options.capacity_factor,
+            )
         else:
             values = built.values
-            lowered = lower_captured(built.graph, plan.job, layout)
+            lowered = lower_captured(
+                built.graph, plan.job, layout, capacity_factor=options.capacity_factor
+            )
             program = program_of(lowered, layout, self._mesh)
         self._states = ShardedStates(program, self._mesh, formats, initialise=values)
         self.executor = Executor(program, self._mesh, self._states, trace=self._trace)
         self.optimizer = ShardedOptimizer(self._states, self._settings, checks_norm=True)
         self._biases = self._bias_updates(program)
+        self._dropped = DroppedShares(program, self._mesh) if options.capacity_factor else None
         self._run_state = RunState(
             plan,
             options,
@@ -175,6 +186,7 @@ class Trainer:
         if self._trace is not None:
             self._trace.end_step()
         imbalance = 0.0 if self._biases is None else self._biases.step()
+        dropped = None if self._dropped is None else self._dropped.step()
         allocated, reserved, imbalance = self._agree(*peak_memory(self._mesh.device), imbalance)
         self._run_state.save_if_due(step + 1)
         if self._recorder is None:
@@ -193,6 +205,7 @@ class Trainer:
                 allocated_gib=allocated if on_gpu else None,
                 reserved_gib=reserved,
                 expert_imbalance=None if self._biases is None else imbalance,
+                dropped_share=dropped,
             )
         )
 

@@ -1,4 +1,6 @@
-"""A feed-forward block of routed experts, whole or spread over ranks; no token is ever dropped.
+"""A feed-forward block of routed experts, whole or spread over ranks.
+
+No token is ever dropped, unless a capacity is asked for (`capacity.py`).
 
     route       every token chooses its experts                               `routing.py`
     dispatch    copies of tokens, sorted by expert, go to the ranks that hold the experts: counts
@@ -30,6 +32,7 @@ from torch.library import custom_op
 from runtime import collectives
 from runtime.mesh import Mesh
 from runtime.ops.balance import balanced
+from runtime.ops.capacity import kept_choices
 from runtime.ops.grouped import grouped_linear
 from runtime.ops.routing import Routing, choose, scores_of
 from runtime.ops.rows import put, spread, take
@@ -46,6 +49,8 @@ def dispatched_experts(
     token_weight: Tensor | float,
     load: Tensor | None,
     *rule: Any,
+    capacity: float = 0.0,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted answers of each token's experts.
 
@@ -61,6 +66,9 @@ def dispatched_experts(
         load: [E], to which the choices of this rank's tokens are added where anybody wants to know
             (`expert_bias.py`); recomputation adds them again.
         rule: The fields of `Routing`, in order.
+        capacity: What an expert takes of a sequence over the mean; 0 takes all.
+        dropped: [2], to which choices that were dropped, and all, are added where there is a
+            capacity; recomputation adds them again.
 
     """
     routing = _routing(*rule)
@@ -72,21 +80,37 @@ def dispatched_experts(
         choice = weights.view(lead), scores.view(lead), experts.view(lead)
         weights = balanced(*choice, routing.balance * token_weight, mesh).flatten(0, -2)
     chosen = experts.flatten()
+    kept = None
+    if capacity and mesh is not None:
+        kept = kept_choices(experts.view(*x.shape[:-1], -1), len(router), capacity, mesh).flatten()
+        if dropped is not None:
+            dropped += torch.stack(((~kept).sum(), torch.ones_like(chosen).sum()))
+        chosen = chosen.where(kept, len(router))  # behind all others
     order = chosen.argsort(stable=True)
     inverse = order.argsort()
-    counts = torch.zeros_like(scores[0], dtype=torch.long)
-    counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    counts = _counts(chosen, len(router))
     if load is not None:
-        load.add_(counts)
+        load.add_(_counts(experts.flatten(), len(router)))
     rows = spread(tokens, order, inverse)
+    num_left = 0 if kept is None else int((~kept).sum())
+    if num_left:
+        rows = rows.narrow(0, 0, len(chosen) - num_left)
     if mesh is None or mesh.size("ep") * mesh.size("etp") == 1:
-        answers = _compute(rows, gate_up, down, local_counts(counts, len(chosen)))
+        answers = _compute(rows, gate_up, down, local_counts(counts, len(rows)))
     else:
-        traffic = meet(counts, len(chosen), mesh)
+        traffic = meet(counts, len(rows), mesh)
         answers = _visit(rows, gate_up, down, traffic, mesh)
+    if num_left:
+        answers = F.pad(answers, (0, 0, 0, num_left))
     by_token = torch.unflatten(take(answers, inverse), 0, (len(tokens), -1))
     weighed = by_token * weights.to(by_token.dtype).unsqueeze(-1)
     return weighed.sum(1).view(x.shape)
+
+
+def _counts(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return how many choices fell on each expert; those on none are left out."""
+    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=chosen.device)
+    return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:num_experts]
 
 
 def _routing(*fields: Any) -> Routing:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
 from costmodels.layout import Layout
 from runtime.ops.experts import dispatched_experts
@@ -21,6 +22,7 @@ from runtime.passes.pipeline import LoweringContext, all_nodes
 from runtime.program import TOKEN_WEIGHT, ParameterShard
 
 LOAD = "expert_load"  # buffer of a router: choices of each expert since the last update
+DROPPED = "expert_drops"  # buffer of a router with a capacity: choices dropped, and all, of a step
 _WHOLE = torch.ops.meshwright.experts.default
 
 
@@ -46,6 +48,9 @@ def dispatch_experts(graph: GraphModule, context: LoweringContext) -> GraphModul
             node.target = dispatched_experts
             load = None if node.args[2] is None else _load(graph, node)
             node.args = (*node.args[:5], mesh, weight, load, *node.args[5:])
+            if context.capacity_factor:
+                drops = _counter(graph, node, node.args[1], DROPPED, 2)
+                node.kwargs = {"capacity": context.capacity_factor, "dropped": drops}
     return graph
 
 
@@ -65,13 +70,20 @@ def _load(graph: GraphModule, block: Node) -> Node:
     """Give a block whose choice is corrected a place to count choices in, beside the correction."""
     correction = block.args[2]
     assert isinstance(correction, Node)
-    owner = str(correction.target).rpartition(".")[0]
-    value = torch.zeros(correction.meta["val"].shape, dtype=torch.long)
-    graph.get_submodule(owner).register_buffer(LOAD, value)
+    return _counter(graph, block, correction, LOAD, correction.meta["val"].shape[0])
+
+
+def _counter(graph: GraphModule, block: Node, beside: Argument, name: str, size: int) -> Node:
+    """Give a block a buffer of counts, in the module of one of its tensors."""
+    assert isinstance(beside, Node)
+    owner = str(beside.target).rpartition(".")[0]
+    value = torch.zeros(size, dtype=torch.long)
+    graph.get_submodule(owner).register_buffer(name, value)
     with graph.graph.inserting_before(block):
-        load = graph.graph.get_attr(f"{owner}.{LOAD}")
-    load.meta = {**correction.meta, "val": value}
-    return load
+        counter = graph.graph.get_attr(f"{owner}.{name}")
+    kept = {key: value for key, value in beside.meta.items() if key not in ("shard", "local")}
+    counter.meta = {**kept, "val": value}
+    return counter
 
 
 def _weights(block: Node) -> tuple[Node, Node]:

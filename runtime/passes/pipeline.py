@@ -20,11 +20,13 @@ class LoweringContext:
     Attributes:
         layout: The plan's.
         flash_attention: Attention runs as one fused kernel; otherwise scores go to memory.
+        capacity_factor: What an expert takes of a sequence, over the mean; 0 takes all.
 
     """
 
     layout: Layout
     flash_attention: bool = True
+    capacity_factor: float = 0.0
 
 
 Rewrite: TypeAlias = Callable[[GraphModule, LoweringContext], GraphModule]
