@@ -13,6 +13,7 @@ from costmodels.memory import estimate_memory
 from planner.judge import Judgement, Verdict, judge, memory_verdict
 from planner.plan import Plan
 from planner.rules import violations
+from planner.rules.rule import CUTS_PARAMETERS
 
 AXES = {
     "dp": "data_parallel",
@@ -90,6 +91,7 @@ def _completed(plan: Plan, changes: dict[str, object]) -> Layout:
         layout,
         num_micro_batches=max(1, plan.job.global_batch_size // per_forward),
         zero_group=shards,
+        keep_gathered=layout.keep_gathered and layout.zero_stage == CUTS_PARAMETERS,
         sequence_parallel=layout.tensor_parallel > 1,
         layers_per_stage=split_layers(plan.model.num_layers, layout.num_stages),
     )

@@ -95,6 +95,12 @@ def test_a_bill_by_hand(plan):
     assert one_step.dollars == pytest.approx(3 * one_step.gpu_hours)
 
 
+def test_what_zero_3_keeps_does_not_stand_in_the_way_of_another_stage(plan):
+    kept = replace(plan, layout=replace(plan.layout, zero_stage=3, keep_gathered=True))
+    assert not asked_layout(kept, "zero=2").keep_gathered
+    assert asked_layout(kept, "mbs=2").keep_gathered
+
+
 def test_a_question_changes_what_it_names_and_derives_the_rest(plan):
     asked = asked_layout(plan, "tp=2,mbs=2")
     assert (asked.tensor_parallel, asked.pipeline_parallel) == (2, 2)
