@@ -55,6 +55,7 @@ class Switches:
         balanced_routing: Experts receive equal shares of tokens.
         separate_gates: The gate of a feed-forward block is a layer of its own, which reduces its
             input's gradient over the tensor axis by itself where the sequence is not split.
+        rowwise_fp8: 8-bit products have a scale per row of each operand, not one per tensor.
 
     """
 
@@ -69,6 +70,7 @@ class Switches:
     compile: bool | None = None
     balanced_routing: bool = False
     separate_gates: bool = False
+    rowwise_fp8: bool = False
     expandable_segments: bool = False
     fp8_all_gather: bool = False
     power_limited: bool = False

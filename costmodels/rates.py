@@ -89,6 +89,8 @@ def rates_of(job: TrainingJob, profile: HardwareProfile) -> Rates:
     base, low = _base_peak(job, profile), _low_peak(job, profile)
     efficiency = constants["gemm_efficiency"]
     relative = constants[f"{job.precision}_efficiency"] if low is not None else 1.0
+    if job.precision is Precision.FP8 and job.switches.rowwise_fp8:
+        relative *= constants["rowwise_fp8_share"]
     kernel = _kernel_share(job, profile)
     if job.precision is Precision.FP32:
         kernel *= constants["fp32_attention"]

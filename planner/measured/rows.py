@@ -200,6 +200,7 @@ def _switches(row: Row, tags: frozenset[str], target: Target) -> Switches:
         compile=True if row["compile"] == "1" else False if row["compile"] == "0" else None,
         # Speed tables of expert models even their routing out, also where they do not say so.
         balanced_routing=True,
+        rowwise_fp8="rowwise" in row["precision"],
         separate_gates=any(key in row["framework"].lower() for key in SEPARATE_GATES),
         expandable_segments="expandable-segments" in tags,
         fp8_all_gather="fp8-all-gather" in tags,

@@ -119,6 +119,20 @@ def test_a_faster_network_never_slows_a_step():
     assert seconds(profile=H100, **settings) < seconds(profile=slow, **settings)
 
 
+def test_scales_per_row_slow_the_products_of_fp8_and_nothing_else():
+    rowwise = Switches(rowwise_fp8=True)
+    of = {
+        (precision, switches): seconds(job=replace(JOB, precision=precision, switches=switches))
+        for precision in (Precision.BF16, Precision.FP8)
+        for switches in (Switches(), rowwise)
+    }
+    assert of[Precision.BF16, rowwise] == of[Precision.BF16, Switches()]
+    # Products that take two fifths of a step or more run at 0.78 of their rate.
+    ratio = of[Precision.FP8, rowwise] / of[Precision.FP8, Switches()]
+    assert 1 + 0.4 * 0.22 < ratio < 1 / 0.78
+    assert of[Precision.FP8, rowwise] < of[Precision.BF16, rowwise]
+
+
 def test_a_power_limited_part_is_slower_by_less_than_its_power():
     limited = read_profile("h100-sxm-80gb", ("device.power_watts=500",))
     ratio = seconds(profile=limited, data_parallel=8) / seconds(data_parallel=8)
