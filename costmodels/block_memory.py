@@ -49,7 +49,8 @@ def block_memory(
     modules: tuple[str, ...] = (),
 ) -> BlockMemory:
     """Return the bytes of every block; layers that differ in their window only are one kind."""
-    kinds = tuple(dict.fromkeys(replace(kind, window=None) for kind in model.layer_kinds))
+    distinct = dict.fromkeys(model.layer_kinds)
+    kinds = tuple(dict.fromkeys(replace(kind, window=None) for kind in distinct))
     states = tuple(layer_states(model, job, kind, table) for kind in kinds)
     activations = tuple(layer_bytes(model, job, kind, table, modules) for kind in kinds)
     embedding, head = embedding_states(model, job, table), head_states(model, job, table)

@@ -152,10 +152,9 @@ def open_lower_bound(
     )
     costs = layout_costs(model, job, cluster, closed)
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
+    if schedule_is_open:
+        closed = replace(closed, schedule=np.full(len(table), _ANY_SCHEDULE))
     sums = pipeline_sums(costs, counts, block_totals(costs, counts), closed, limits)
-    closed = replace(
-        closed, schedule=np.full(len(table), _ANY_SCHEDULE) if schedule_is_open else table.schedule
-    )
     sums = replace(sums, way=np.zeros(len(table)), way_ahead=np.zeros(len(table)))
     pipeline = pipeline_lower_bound(costs, counts, sums, closed, limits)
     overhead = cluster.profile.calibration["step_overhead"]

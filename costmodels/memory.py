@@ -5,11 +5,13 @@ Model states come from `states`, activations from `activations`, what lives for 
 fragmentation come from `framework_memory`; the target runtime's habits (`targets`) say what is kept
 in which format.
 
-`estimate_memory` judges one layout, `stage_memory` hands the same numbers to the partition solver,
-`memory_lower_bound` bounds many layouts over all partitions of the layers.
+`estimate_memory` judges one layout, `memory_demand` as far as a search asks, `stage_memory` hands
+the same numbers to the partition solver, `memory_lower_bound` bounds many layouts over all
+partitions of the layers.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from costmodels.block_memory import BlockMemory, block_memory
 from costmodels.framework_memory import cached_bytes, context_bytes, fragmentation_fraction
@@ -24,14 +26,17 @@ from costmodels.rank_memory import (
     fullest_moment,
     kept_by_stage,
     rank_moments,
+    telling_ranks,
 )
 from costmodels.stage_memory import EndMemory, LayerMemory, StageMemory
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryEstimate, MemoryParts
 
 __all__ = [
+    "MemoryDemand",
     "blocks_of_layout",
     "estimate_memory",
+    "memory_demand",
     "memory_lower_bound",
     "reserved_interval",
     "stage_memory",
@@ -39,6 +44,20 @@ __all__ = [
 
 STATES_SPREAD = 0.02  # chosen: padding, unlisted buffers
 MOVING_SPREAD = 0.3  # fitted: 80 % of 169 measured peaks lie inside (see reserved_interval)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryDemand:
+    """What a search asks of a layout's memory.
+
+    Attributes:
+        reserved: Bytes of the fullest rank.
+        host_per_node: Host bytes that offload takes on each node.
+
+    """
+
+    reserved: float
+    host_per_node: float
 
 
 def estimate_memory(
@@ -63,16 +82,8 @@ def estimate_memory(
     """
     if blocks is None:
         blocks = blocks_of_layout(model, job, cluster, layout)
-    moments = rank_moments(layout)
-    fullest = (
-        fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank])
-        for rank in range(layout.pipeline_parallel)
-    )
-    communication = float(blocks.communication[0])
-    ranks = tuple(
-        _reserved(job, cluster, parts, communication=communication, step=step)
-        for parts, step in fullest
-    )
+    every = range(layout.pipeline_parallel)
+    ranks = _parts_of_ranks(model, job, cluster, layout, blocks, ranks=every)
     worst = max(range(len(ranks)), key=lambda rank: (ranks[rank].reserved, -rank))
     return MemoryEstimate(
         capacity=cluster.usable_memory,
@@ -81,6 +92,49 @@ def estimate_memory(
         reserved_interval=reserved_interval(ranks[worst]),
         host_per_node=_host_per_node(model, cluster, layout, blocks),
         load_peak=_load_peak(cluster, ranks[worst], blocks),
+    )
+
+
+def memory_demand(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout, blocks: BlockMemory
+) -> MemoryDemand:
+    """Return what `estimate_memory` says of the fullest rank and the host, and no more.
+
+    Args:
+        model: The network.
+        job: What is trained.
+        cluster: Where.
+        layout: A legal layout.
+        blocks: Of the layout alone, whatever its split.
+
+    """
+    ranks = telling_ranks(model, layout)
+    parts = _parts_of_ranks(model, job, cluster, layout, blocks, ranks=ranks)
+    return MemoryDemand(
+        reserved=max(of_rank.reserved for of_rank in parts),
+        host_per_node=_host_per_node(model, cluster, layout, blocks),
+    )
+
+
+def _parts_of_ranks(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    layout: Layout,
+    blocks: BlockMemory,
+    *,
+    ranks: Iterable[int],
+) -> tuple[MemoryParts, ...]:
+    """Return the parts of some pipeline ranks, each at its fullest moment."""
+    moments = rank_moments(layout)
+    communication = float(blocks.communication[0])
+    fullest = (
+        fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank])
+        for rank in ranks
+    )
+    return tuple(
+        _reserved(job, cluster, parts, communication=communication, step=step)
+        for parts, step in fullest
     )
 
 
@@ -117,6 +171,8 @@ def _host_per_node(
     model: ModelSpec, cluster: Cluster, layout: Layout, blocks: BlockMemory
 ) -> float:
     """Return what offloading takes on a node, as if all its ranks were the fullest."""
+    if not layout.offload:
+        return 0.0
     shares = []
     for rank in range(layout.pipeline_parallel):
         stages = layout.stages_of_rank(rank)

@@ -24,7 +24,7 @@ from costmodels.framework_memory import context_bytes, fragmentation_fraction
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute, Schedule
-from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable
+from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable, distinct
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
 from costmodels.stage_sizes import V_SHAPED, SmallestStages, smallest_stages
@@ -85,7 +85,7 @@ def memory_lower_bound(
     costs = block_bytes(job, cluster, table, blocks)
     counts = np.array([count_layers(model, kind.has_experts) for kind in blocks.kinds])
     bound = np.zeros(len(table))
-    for pipeline in np.unique(table.pipeline_parallel):
+    for pipeline in distinct(table.pipeline_parallel):
         rows = np.flatnonzero(table.pipeline_parallel == pipeline)
         few = smallest_stages(model, table, rows, even_chunks=even_chunks)
         bound[rows] = _bound_of(costs, counts, table, rows, few)

@@ -6,6 +6,7 @@ head_dim D, ffn_hidden_size F, vocab_size V.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from costmodels.config_keys import MAX_COUNT
 
@@ -225,16 +226,28 @@ class ModelSpec:
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return what kind of layer stands at an index."""
-        is_global = self.window is None or (
-            self.window_period > 1 and layer % self.window_period == self.window_period - 1
-        )
-        has_experts = self.moe is not None and layer >= self.moe.num_dense_layers
-        return LayerKind(window=None if is_global else self.window, has_experts=has_experts)
+        return self.layer_kinds[layer]
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of every layer, in order."""
-        return tuple(self.layer_kind(layer) for layer in range(self.num_layers))
+        """The kind of every layer, in order; layers of one kind share the object."""
+        dense = self.num_layers if self.moe is None else self.moe.num_dense_layers
+        return _kinds_of_layers(self.num_layers, dense, self.window, self.window_period)
+
+
+@lru_cache(maxsize=8)  # every price asks for them, and one search knows one model
+def _kinds_of_layers(
+    num_layers: int, num_dense_layers: int, window: int | None, window_period: int
+) -> tuple[LayerKind, ...]:
+    known: dict[LayerKind, LayerKind] = {}
+
+    def kind_of(layer: int) -> LayerKind:
+        is_global = window_period > 1 and layer % window_period == window_period - 1
+        has_experts = layer >= num_dense_layers
+        kind = LayerKind(window=None if is_global else window, has_experts=has_experts)
+        return known.setdefault(kind, kind)
+
+    return tuple(kind_of(layer) for layer in range(num_layers))
 
 
 def _require(holds: bool, rule: str, given: object) -> None:

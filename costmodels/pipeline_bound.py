@@ -245,8 +245,12 @@ def _levelled_work(
 
     Some rank holds n = ceil(layers / ranks) of them. If none holds more, there are d = n * ranks -
     layers places to spare: i of them beside the head leave d - i beside the embedding. Known for
-    one stage per rank; with several, nothing is said (0).
+    one stage per rank; with several (a V has both ends on one rank), or an open schedule, nothing
+    is said (0).
     """
+    one_stage = (table.stages_per_rank == 1) & (table.pipeline_parallel > 1) & (table.schedule >= 0)
+    if not one_stage.any():
+        return np.zeros(len(table))
     main = main_kind(costs, counts, table)
     p = table.pipeline_parallel.astype(np.float64)
     most = np.ceil(main.num_layers / p)
@@ -269,5 +273,5 @@ def _levelled_work(
         least = np.minimum(least, beside(given, spare - given))
     # With more places to spare than were tried, both ends may take all of them.
     least = np.where(spare > _FEW_SPARE, np.minimum(least, beside(spare, spare)), least)
-    known: Values = np.where((table.stages_per_rank == 1) & (p > 1), least, 0.0)
+    known: Values = np.where(one_stage, least, 0.0)
     return known

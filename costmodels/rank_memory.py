@@ -14,6 +14,7 @@ How many micro-batches are in flight is read off the schedule's own table.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -59,11 +60,51 @@ def _moments_of_shape(
 
 def _maximal(rows: NDArray[np.int64]) -> Moments:
     """Return the rows that no other row exceeds everywhere."""
-    kept: list[NDArray[np.int64]] = []
+    kept = np.empty_like(rows)
+    number = 0
     for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not any(bool((row <= other).all()) for other in kept):
-            kept.append(row)
-    return tuple(tuple(int(count) for count in row) for row in kept)
+        if not (row <= kept[:number]).all(axis=1).any():
+            kept[number] = row
+            number += 1
+    return tuple(tuple(row) for row in kept[:number].tolist())
+
+
+def telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """Return ranks of which one is the fullest.
+
+    Left out is a rank with the layers of the one before it, neither with embedding nor head, that
+    at no moment holds more micro-batches than that one does at some.
+    """
+    covered = _covered_by_the_one_before(
+        layout.schedule,
+        layout.pipeline_parallel,
+        layout.stages_per_rank,
+        layout.num_micro_batches,
+    )
+    sizes = [
+        [_layers_of_stage(model, layout, stage) for stage in layout.stages_of_rank(rank)]
+        for rank in range(layout.pipeline_parallel)
+    ]
+    last = layout.pipeline_parallel - 1
+    return tuple(
+        rank
+        for rank in range(layout.pipeline_parallel)
+        if not (1 < rank < last and covered[rank] and sizes[rank] == sizes[rank - 1])
+    )
+
+
+@lru_cache(maxsize=1024)
+def _covered_by_the_one_before(
+    schedule: Schedule, pipeline_parallel: int, stages_per_rank: int, num_micro_batches: int
+) -> tuple[bool, ...]:
+    moments = _moments_of_shape(schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
+    arrays = [np.array(of_rank) for of_rank in moments]
+
+    def covers(before: NDArray[np.int64], mine: NDArray[np.int64]) -> bool:
+        is_less = np.all(mine[:, None] <= before, axis=2)
+        return bool(np.all(np.any(is_less, axis=1)))
+
+    return (False, *(covers(before, mine) for before, mine in pairwise(arrays)))
 
 
 def fullest_moment(

@@ -17,7 +17,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.layout_costs import LayoutCosts, layout_costs
-from costmodels.layout_table import LayoutTable, table_of
+from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.schedule import StageDurations, build_schedule, simulate
 
@@ -33,22 +33,17 @@ class Reference:
     makespan: float
 
 
-def reference_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout) -> Reference:
+def reference_of(model: ModelSpec, layout: Layout, costs: LayoutCosts) -> Reference:
     """Simulate a layout's schedule without transfers, with the even split of its layers.
 
     Args:
         model: The network.
-        job: What is trained per step.
-        cluster: The machine.
         layout: A legal layout in a pipeline.
+        costs: Of the layout alone.
 
     """
-    table = table_of([layout])
-    costs = layout_costs(model, job, cluster, table)
-    redone = 0
-    if layout.recompute is Recompute.FULL:
-        redone = layout.recompute_layers or model.num_layers
-    durations = _durations(model, costs, np.array([redone]), layout.num_stages)[0]
+    redone = np.array([recomputed_layers(model, layout)])
+    durations = _durations(model, costs, np.array([0]), redone, layout.num_stages)[0]
     forward, to_input, to_weight = (tuple(part.tolist()) for part in durations)
     actions = build_schedule(
         layout.schedule,
@@ -67,49 +62,87 @@ def reference_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: L
     )
 
 
+def recomputed_layers(model: ModelSpec, layout: Layout) -> int:
+    """Return layers per stage that a layout recomputes in full, at most."""
+    if layout.recompute is not Recompute.FULL:
+        return 0
+    return layout.recompute_layers or model.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceBound:
+    """Bounds of a table's layouts with their even split.
+
+    Attributes:
+        once: Seconds per step besides the pipeline, at their least, one entry per layout.
+        stretch: Factor on everything.
+
+    """
+
+    model: ModelSpec
+    costs: LayoutCosts
+    once: Values
+    stretch: float
+
+    def seconds(
+        self,
+        rows: NDArray[np.int64],
+        num_stages: int,
+        recomputed: Values,
+        references: tuple[Reference, ...],
+    ) -> Values:
+        """Return seconds that layouts of one shape do not go below.
+
+        Args:
+            rows: Those with the references' schedule, ranks, stages and micro-batches.
+            num_stages: Of that shape, over all ranks.
+            recomputed: Layers that each stage recomputes in full, at least, one entry per row.
+            references: Simulated pipelines of that shape, at least one.
+
+        """
+        durations = _durations(
+            self.model, self.costs, rows, recomputed.astype(np.int64), num_stages
+        )
+        compared = _compared(durations, references[0].schedule)
+        makespans = [
+            (compared / reference.durations).min(axis=(1, 2)) * reference.makespan
+            for reference in references
+        ]
+        bound: Values = (np.maximum.reduce(makespans) + self.once[rows]) * self.stretch
+        return bound
+
+
 def reference_bound(
-    model: ModelSpec,
-    job: TrainingJob,
-    cluster: Cluster,
-    table: LayoutTable,
-    *,
-    recomputed: Values,
-    references: tuple[Reference, ...],
-) -> Values:
-    """Return seconds that layouts of one shape do not go below with their even split.
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
+) -> ReferenceBound:
+    """Return the bounds of a table's layouts, of any shapes.
 
     Args:
         model: The network.
         job: What is trained per step.
         cluster: The machine.
-        table: Layouts with the same schedule, ranks, stages and micro-batches, at least one.
-        recomputed: Layers that each stage recomputes in full, at least.
-        references: Simulated pipelines of that shape, at least one.
+        table: Layouts, at least one.
 
     """
     costs = layout_costs(model, job, cluster, table)
-    stages = int(table.pipeline_parallel[0] * table.stages_per_rank[0])
-    durations = _durations(model, costs, recomputed.astype(np.int64), stages)
-    compared = _compared(durations, references[0].schedule)
-    makespans = [
-        (compared / reference.durations).min(axis=(1, 2)) * reference.makespan
-        for reference in references
-    ]
     once, stretch = around_rows(model, job, cluster, table, costs)
-    bound: Values = (np.maximum.reduce(makespans) + once) * stretch
-    return bound
+    return ReferenceBound(model=model, costs=costs, once=once, stretch=stretch)
 
 
 def _durations(
-    model: ModelSpec, costs: LayoutCosts, recomputed: NDArray[np.int64], num_stages: int
+    model: ModelSpec,
+    costs: LayoutCosts,
+    rows: NDArray[np.int64],
+    recomputed: NDArray[np.int64],
+    num_stages: int,
 ) -> Values:
     """Return forward, backward_input and backward_weight of each stage: [rows, 3, stages]."""
     kinds = [kind for kind, _ in costs.layers]
     of_layer = [kinds.index(kind) for kind in model.layer_kinds]
-    phases = np.stack(
-        [[t.forward, t.backward_input, t.backward_weight] for _, t in costs.layers]
-    )  # [kinds, phases, rows]
-    again = np.stack([times.recompute for _, times in costs.layers])
+    phases = np.stack([[t.forward, t.backward_input, t.backward_weight] for _, t in costs.layers])[
+        :, :, rows
+    ]  # [kinds, phases, rows]
+    again = np.stack([times.recompute for _, times in costs.layers])[:, rows]
     durations = np.zeros((phases.shape[2], 3, num_stages))
     first = 0
     for stage, size in enumerate(split_layers(model.num_layers, num_stages)):
@@ -122,7 +155,7 @@ def _durations(
         redone = ahead[np.minimum(recomputed, size)]  # [rows, kinds]
         durations[:, 1, stage] += np.einsum("rk,kr->r", redone, again)
     for stage, block in ((0, costs.embedding), (-1, costs.head)):
-        ends = np.stack([block.forward, block.backward_input, block.backward_weight], axis=1)
+        ends = np.stack([block.forward, block.backward_input, block.backward_weight], axis=1)[rows]
         durations[:, :, stage] += ends
     return durations
 

@@ -91,7 +91,12 @@ class SplitBound:
     stretch: float
 
     def seconds(
-        self, least_recomputed: Values, most_recomputed: Values, below: Values, above: float
+        self,
+        least_recomputed: Values,
+        most_recomputed: Values,
+        below: Values,
+        above: float,
+        wanted: NDArray[np.bool_],
     ) -> Values:
         """Return seconds that no split which fits goes below.
 
@@ -100,11 +105,14 @@ class SplitBound:
             most_recomputed: The same, at most.
             below: A bound that is known already; it is raised.
             above: Seconds above which a layout is of no interest; those get inf.
+            wanted: Layouts that the caller asks for; others may keep what is known.
 
         """
         bound = below.copy()
         for group, scores in zip(self.rooms.groups, self.scores, strict=True):
             rows = group.rows
+            if not wanted[rows].any():
+                continue
             level = _Level(
                 scores=scores,
                 room=group.room(most_recomputed[rows]),
@@ -122,14 +130,16 @@ class SplitBound:
         def holds(seconds: Values) -> NDArray[np.bool_]:
             return level.holds(seconds / self.stretch - self.once[rows])
 
+        never = ~level.fits()
+        if np.isfinite(above):
+            never |= ~holds(np.full(len(rows), above))
         low, high = below, np.minimum(above, 4 * below)
+        if (never | holds(below)).all():  # most are, and the halvings are most of the work
+            return np.where(never, np.inf, low)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             enough = holds(middle)
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        never = ~level.fits()
-        if np.isfinite(above):
-            never |= ~holds(np.full(len(rows), above))
         return np.where(never, np.inf, low)
 
 

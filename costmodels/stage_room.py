@@ -19,7 +19,7 @@ from costmodels.block_memory import block_memory
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute
-from costmodels.layout_table import RECOMPUTES, LayoutTable
+from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct
 from costmodels.memory_bound import BlockBytes, block_bytes, count_layers, held_micro_batches
 from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import most_have_experts
@@ -107,7 +107,7 @@ def stage_rooms(
     with_experts = most_have_experts(Counter(model.layer_kinds))
     main = [kind.has_experts for kind in blocks.kinds].index(with_experts)
     groups = []
-    for pipeline in np.unique(table.pipeline_parallel[table.stages_per_rank == 1]):
+    for pipeline in distinct(table.pipeline_parallel[table.stages_per_rank == 1]):
         alike = (table.pipeline_parallel == pipeline) & (table.stages_per_rank == 1)
         rows = np.flatnonzero(alike)
         in_flight, _ = held_micro_batches(table, rows, np.arange(pipeline)[None, :])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.layout import Schedule, split_layers
-from costmodels.layout_table import SCHEDULES, LayoutTable
+from costmodels.layout_table import SCHEDULES, LayoutTable, distinct
 from costmodels.model import ModelSpec
 
 Column = NDArray[np.float64]
@@ -58,7 +58,7 @@ def smallest_stages(
     main = np.full((len(rows), pipeline), float(is_main.sum() if one else 0))
     if even_chunks and not one:
         is_v_shaped = np.isin(table.schedule[rows], V_SHAPED)
-        for chunks in np.unique(table.stages_per_rank[rows]).tolist():
+        for chunks in distinct(table.stages_per_rank[rows]).tolist():
             sizes = split_layers(len(kinds), pipeline * chunks)
             of_main = np.add.reduceat(is_main, np.cumsum((0, *sizes[:-1])), dtype=np.float64)
             for is_v in (False, True):

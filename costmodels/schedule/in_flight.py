@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.layout import Schedule
-from costmodels.layout_table import SCHEDULES
+from costmodels.layout_table import SCHEDULES, distinct
 from costmodels.schedule.build import table_of_shape
 from costmodels.schedule.shape import Ints, PipelineShape
 
@@ -154,8 +154,6 @@ def _moments_of_row(
         ],
         axis=1,
     )
-    distinct = np.unique(held, axis=0)
+    rows = distinct(held)
     count = len(stages)
-    return HeldMoments(
-        stages=stages, until_input=distinct[:, :count], until_weight=distinct[:, count:]
-    )
+    return HeldMoments(stages=stages, until_input=rows[:, :count], until_weight=rows[:, count:])

@@ -28,7 +28,7 @@ from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import SplitLimits
 from costmodels.recompute_bound import least_recomputed_layers
-from costmodels.reference_bound import Reference, reference_bound, reference_of
+from costmodels.reference_bound import ReferenceBound, reference_bound
 from costmodels.split_bound import SplitBound, split_bound
 from costmodels.stage_room import StageRooms, stage_rooms
 from costmodels.terms import MemoryEstimate
@@ -75,13 +75,8 @@ class Costs(Protocol):
     def split_bound(self, table: LayoutTable, limit: float) -> SplitBound:
         """Return the bounds of time under a memory limit, over all splits of one stage per rank."""
 
-    def reference(self, layout: Layout) -> Reference:
-        """Return a simulated pipeline with the even split."""
-
-    def reference_bound(
-        self, table: LayoutTable, recomputed: Values, references: tuple[Reference, ...]
-    ) -> Values:
-        """Return seconds that layouts of the references' shape do not go below."""
+    def reference_bound(self, table: LayoutTable) -> ReferenceBound:
+        """Return the bounds of layouts by simulated pipelines of their shape."""
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """Return the exact memory of one layout."""
@@ -151,22 +146,9 @@ class ModelCosts:
         """See Costs."""
         return split_bound(self.model, self.job, self.cluster, table, limit=limit)
 
-    def reference(self, layout: Layout) -> Reference:
+    def reference_bound(self, table: LayoutTable) -> ReferenceBound:
         """See Costs."""
-        return reference_of(self.model, self.job, self.cluster, layout)
-
-    def reference_bound(
-        self, table: LayoutTable, recomputed: Values, references: tuple[Reference, ...]
-    ) -> Values:
-        """See Costs."""
-        return reference_bound(
-            self.model,
-            self.job,
-            self.cluster,
-            table,
-            recomputed=recomputed,
-            references=references,
-        )
+        return reference_bound(self.model, self.job, self.cluster, table)
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """See Costs."""

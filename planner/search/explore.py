@@ -8,13 +8,12 @@ the K-th incumbent, no layout of the space is faster than these.
 from dataclasses import dataclass, field, replace
 from math import inf
 
-import numpy as np
-
 from costmodels.layout import Layout, split_layers
 from costmodels.layout_table import LayoutTable
 from planner.constraints import Constraints
 from planner.search.costs import Costs
 from planner.search.frontier import Frontier
+from planner.search.priced import PricedLayout
 from planner.search.references import References
 from planner.search.row_bounds import RowBounds
 from planner.search.space import Space
@@ -87,17 +86,15 @@ def explore(
     )
     frontier = Frontier(space=space, bounds=bounds)
     frontier.start()
-    ranking = _Ranking(costs=costs, limits=limits, stated=stated, top=top)
+    references = bounds.references if bounds.even_chunks else None
+    ranking = _Ranking(limits=limits, stated=stated, references=references, top=top)
     while ranking.num_solved < MOST_SOLVED or not ranking.best:  # that nothing fits needs a proof
         popped = frontier.pop(ranking.cutoff)
         if popped is None or (stop_at_first and ranking.best):
             break
         bound, row = popped
-        layout = even_layout(row, space.model.num_layers)
-        if layout.stages_per_rank > 1 and bounds.even_chunks:
-            bounds.references.add(layout)
-            bound = float(bounds.referenced(row, np.array([bound]))[0])
-        ranking.judge(bound, layout, FIRST_ANSWERS)
+        priced = costs.priced(even_layout(row, space.model.num_layers))
+        ranking.judge(bound, priced, FIRST_ANSWERS)
     if not stop_at_first:
         ranking.finish()
     ranked = sorted(ranking.best.values(), key=lambda found: (found.seconds, found.reserved))
@@ -121,28 +118,35 @@ class _Ranking:
 
     """
 
-    costs: Costs
     limits: Limits
     stated: StatedSplit
+    references: References | None
     top: int
     best: dict[tuple[object, ...], Incumbent] = field(default_factory=dict)
     cutoff: float = inf
-    waiting: list[tuple[float, Layout]] = field(default_factory=list)
+    waiting: list[tuple[float, PricedLayout]] = field(default_factory=list)
     num_solved: int = 0
     num_exact: int = 0
 
-    def judge(self, bound: float, layout: Layout, answers: int) -> None:
+    def judge(self, bound: float, priced: PricedLayout, answers: int) -> None:
         """Find a layout's best split, unless its bound says that it is not worth it."""
-        key = identity(layout)
+        key = identity(priced.layout)
         worth = min(self.cutoff, self.best[key].seconds) if key in self.best else self.cutoff
         if bound >= worth:
             return
-        outcome = best_split(self.costs, layout, self.limits, worth, self.stated, answers=answers)
+        outcome = best_split(
+            priced,
+            self.limits,
+            worth,
+            self.stated,
+            answers=answers,
+            references=self.references if priced.layout.stages_per_rank > 1 else None,
+        )
         self.num_solved += 1
         self.num_exact += outcome.num_exact
         open_bound = max(bound, outcome.bound)  # the row's own bound holds for every split too
         if open_bound < min(worth, outcome.seconds):
-            self.waiting.append((open_bound, layout))
+            self.waiting.append((open_bound, priced))
         if outcome.layout is not None and outcome.seconds < worth:
             self.best[key] = Incumbent(
                 seconds=outcome.seconds, reserved=outcome.reserved, layout=outcome.layout
@@ -156,14 +160,15 @@ class _Ranking:
         """
         waiting, self.waiting = sorted(self.waiting, key=lambda pair: pair[0]), []
         left = MOST_SETTLING
-        for bound, layout in waiting:
-            answers = min(MOST_ANSWERS, left // layout.num_stages)
+        for bound, priced in waiting:
+            stages = priced.layout.num_stages
+            answers = min(MOST_ANSWERS, left // stages)
             if answers < 1:
-                self.waiting.append((bound, layout))
+                self.waiting.append((bound, priced))
                 continue
             before = self.num_solved + self.num_exact
-            self.judge(bound, layout, answers)
-            left -= (self.num_solved + self.num_exact - before) * layout.num_stages
+            self.judge(bound, priced, answers)
+            left -= (self.num_solved + self.num_exact - before) * stages
 
     def least_open(self) -> float:
         """Return the smallest bound of what was never settled; inf when all was."""

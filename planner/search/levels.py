@@ -4,7 +4,7 @@ A score S leaves every stage room for so many layers; S is enough exactly when s
 filled from the front, each as far as S and memory allow, reach the last layer. All numbers of
 recomputed layers are halved at once. What this needs is that one more layer never makes a stage
 lighter; where rounding breaks that, or where single layers of one kind stand in the way, nothing
-is claimed, and CP-SAT (`cp_sat.py`) proves the split.
+is claimed, and tables (`split_paths.py`) prove the split.
 """
 
 from dataclasses import dataclass
@@ -19,34 +19,53 @@ from planner.search.stage_problem import Split, StageProblem, StageSolution, lar
 Ints = NDArray[np.int64]
 
 
-def halved(problem: StageProblem) -> StageSolution | None:
-    """Return the split with the smallest score, None where halving proves none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halving:
+    """The smallest score at each number of recomputed layers.
 
-    Args:
-        problem: Without excluded splits.
-
-    Raises:
-        ValueError: There are fewer layers than stages.
+    Attributes:
+        problem: What is split.
+        counts: Numbers of recomputed layers with which some split may score within the cutoff.
+        least: Scores that no split goes below with each of them.
 
     """
-    if problem.num_layers < problem.num_stages:
-        raise ValueError(f"{problem.num_layers} layers do not fill {problem.num_stages} stages")
-    if problem.excluded or not _only_grows(problem):
-        return None
-    filled = _Filled.of(problem)
-    above = largest_score(problem) if problem.cutoff is None else problem.cutoff
-    counts = np.arange(problem.least_recomputed, problem.most_recomputed + 1)
-    high = np.full(len(counts), above)
-    counts = counts[filled.reach(counts, high)]
-    if not len(counts):
-        return StageSolution(layers_per_stage=(), recomputed=0, score=above + 1, bound=above + 1)
-    least = _least_levels(filled, counts, above)
-    best = int(np.argmin(least))  # of equal scores the fewest recomputed layers
-    score, recomputed = int(least[best]), int(counts[best])
-    split = filled.split(score, recomputed)
-    if not _holds(problem, split, recomputed, score):
-        return None
-    return StageSolution(layers_per_stage=split, recomputed=recomputed, score=score, bound=score)
+
+    problem: StageProblem
+    counts: Ints
+    least: Ints
+
+    @classmethod
+    def of(cls, problem: StageProblem) -> "Halving":
+        """Halve for all numbers at once; where loads do not only grow, nothing is known.
+
+        Raises:
+            ValueError: There are fewer layers than stages.
+
+        """
+        if problem.num_layers < problem.num_stages:
+            raise ValueError(f"{problem.num_layers} layers do not fill {problem.num_stages} stages")
+        counts = np.arange(problem.least_recomputed, problem.most_recomputed + 1)
+        above = largest_score(problem) if problem.cutoff is None else problem.cutoff
+        if not _only_grows(problem):
+            return cls(problem=problem, counts=counts, least=np.zeros_like(counts))
+        filled = _Filled.of(problem)
+        counts = counts[filled.reach(counts, np.full(len(counts), above))]
+        least = _least_levels(filled, counts, above) if len(counts) else counts
+        return cls(problem=problem, counts=counts, least=least)
+
+    def lightest(self) -> StageSolution | None:
+        """Return a split with the smallest score of all; None where there is none, or no proof."""
+        problem = self.problem
+        if not len(self.counts) or not _only_grows(problem):
+            return None
+        best = int(np.argmin(self.least))  # of equal scores the fewest recomputed layers
+        score, recomputed = int(self.least[best]), int(self.counts[best])
+        split = _Filled.of(problem).split(score, recomputed)
+        if not _holds(problem, split, recomputed, score):
+            return None
+        return StageSolution(
+            layers_per_stage=split, recomputed=recomputed, score=score, bound=score
+        )
 
 
 def _least_levels(filled: "_Filled", counts: Ints, above: int) -> Ints:
@@ -57,10 +76,7 @@ def _least_levels(filled: "_Filled", counts: Ints, above: int) -> Ints:
         middle = (low + high) // 2
         enough = filled.reach(counts, middle)
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        # What another number reaches already is all that a number must beat.
-        high = np.minimum(high, np.maximum(high.min() + 1, low + 1))
-    reached = filled.reach(counts, high)
-    return np.where(reached, high, above + 1)
+    return high
 
 
 def _only_grows(problem: StageProblem) -> bool:

@@ -7,16 +7,24 @@ take and hold does not depend on them, so it is found on the first question and 
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from costmodels.block_memory import BlockMemory
+from costmodels.bounds import around_rows
 from costmodels.estimate import step_seconds
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.layout_costs import LayoutCosts, layout_costs
 from costmodels.layout_table import table_of
-from costmodels.memory import blocks_of_layout, estimate_memory
+from costmodels.memory import MemoryDemand, blocks_of_layout, memory_demand
 from costmodels.model import ModelSpec
-from costmodels.terms import MemoryEstimate
+from costmodels.reference_bound import (
+    Reference,
+    ReferenceBound,
+    recomputed_layers,
+    reference_of,
+)
 from planner.search.stage_problem import ScoredProblem
 from planner.search.stage_scores import scored_problem
 
@@ -42,13 +50,25 @@ class PricedLayout:
         """Bytes of its blocks."""
         return blocks_of_layout(self.model, self.job, self.cluster, self.layout)
 
-    def memory(self, split: Layout) -> MemoryEstimate:
-        """Return the exact memory of one split."""
-        return estimate_memory(self.model, self.job, self.cluster, split, self.blocks)
+    def memory(self, split: Layout) -> MemoryDemand:
+        """Return the exact memory of one split's fullest rank."""
+        return memory_demand(self.model, self.job, self.cluster, split, self.blocks)
 
     def seconds(self, split: Layout) -> float:
         """Return the exact seconds of one split."""
         return step_seconds(self.model, self.job, self.cluster, split, self.costs)
+
+    def reference(self, split: Layout) -> Reference:
+        """Return an even split's simulated pipeline."""
+        return reference_of(self.model, split, self.costs)
+
+    def referenced_seconds(self, split: Layout, references: tuple[Reference, ...]) -> float:
+        """Return seconds that an even split does not go below, by pipelines of its shape."""
+        table = table_of([split])
+        once, stretch = around_rows(self.model, self.job, self.cluster, table, self.costs)
+        bound = ReferenceBound(model=self.model, costs=self.costs, once=once, stretch=stretch)
+        redone = np.array([float(recomputed_layers(self.model, split))])
+        return float(bound.seconds(np.array([0]), split.num_stages, redone, references)[0])
 
     def stage_problem(self, limit: float) -> ScoredProblem:
         """Return the problem of splitting the layers under a memory limit in bytes."""

@@ -13,6 +13,7 @@ from costmodels.layout import Layout
 from costmodels.layout_table import SCHEDULES, LayoutTable
 from costmodels.reference_bound import Reference
 from planner.search.costs import Costs, Values
+from planner.search.priced import PricedLayout
 
 MOST_REFERENCES = 4  # chosen: per shape; more do not tighten the bound noticeably
 Shape = tuple[int, int, int, int]
@@ -25,17 +26,23 @@ class References:
     costs: Costs
     by_shape: dict[Shape, tuple[Reference, ...]] = field(default_factory=dict)
 
-    def add(self, layout: Layout) -> None:
-        """Simulate a layout as a reference, unless its shape has enough of them."""
+    def leave_open(self, priced: PricedLayout, split: Layout, cutoff: float) -> bool:
+        """Whether an even split may be faster than a cutoff, for all that references say.
+
+        One that may becomes a reference itself, unless its shape has enough of them.
+        """
         shape = (
-            SCHEDULES.index(layout.schedule),
-            layout.pipeline_parallel,
-            layout.stages_per_rank,
-            layout.num_micro_batches,
+            SCHEDULES.index(split.schedule),
+            split.pipeline_parallel,
+            split.stages_per_rank,
+            split.num_micro_batches,
         )
         known = self.by_shape.get(shape, ())
+        if known and priced.referenced_seconds(split, known) >= cutoff:
+            return False
         if len(known) < MOST_REFERENCES:
-            self.by_shape[shape] = (*known, self.costs.reference(layout))
+            self.by_shape[shape] = (*known, priced.reference(split))
+        return True
 
     def bound(self, table: LayoutTable, recomputed: Values, below: Values) -> Values:
         """Raise the bound of layouts whose shape has a reference.
@@ -57,10 +64,14 @@ class References:
             axis=1,
         )
         unique, of_row = np.unique(shapes, axis=0, return_inverse=True)
-        for number, (schedule, ranks, stages, micro_batches) in enumerate(unique.tolist()):
-            known = self.by_shape.get((schedule, ranks, stages, micro_batches))
-            if known:
+        known = [self.by_shape.get((s, p, v, m), ()) for s, p, v, m in unique.tolist()]
+        if not any(known):
+            return bound
+        bounds = self.costs.reference_bound(table)
+        for number, references in enumerate(known):
+            if references:
                 rows = np.flatnonzero(of_row.ravel() == number)
-                raised = self.costs.reference_bound(table.take(rows), recomputed[rows], known)
+                _, ranks, stages, _ = unique[number].tolist()
+                raised = bounds.seconds(rows, ranks * stages, recomputed[rows], references)
                 bound[rows] = np.maximum(bound[rows], raised)
         return bound

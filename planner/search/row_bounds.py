@@ -16,14 +16,14 @@ import numpy as np
 
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, IntColumn, LayoutTable
-from costmodels.pipeline_bound import SplitLimits
+from costmodels.pipeline_bound import SplitLimits, no_limits
 from planner.rules.rule import CUTS_PARAMETERS
 from planner.search.costs import Costs, Values
 from planner.search.references import References
 from planner.search.space import Partial, Space, unfold, unfold_with_parents
 from planner.search.split_limits import split_limits
 
-FULL = RECOMPUTES.index(Recompute.FULL)
+NONE, FULL = RECOMPUTES.index(Recompute.NONE), RECOMPUTES.index(Recompute.FULL)
 RANGE = 4  # chosen: recomputed layers are bounded in ranges a quarter wide
 
 
@@ -51,12 +51,10 @@ class RowBounds:
         if not len(table):
             return np.zeros(0)
         nothing = np.zeros(len(table))
-        limits = self._limits(table, nothing, nothing)
         if schedule_is_open:
-            one = nothing + 1
-            limits = replace(
-                limits, layers=one, fullest=nothing, ahead=nothing, last=nothing, redone=nothing
-            )
+            limits = replace(no_limits(table), recomputed=nothing, fullest=nothing, redone=nothing)
+        else:
+            limits = self._limits(table, nothing, nothing)
         return self.costs.open_seconds(table, limits, schedule_is_open=schedule_is_open)
 
     def tight_seconds(self, table: LayoutTable) -> Values:
@@ -68,22 +66,34 @@ class RowBounds:
         codes = set(self.space.axes.named("recompute").values[:, 0].tolist())
         most = float(self.space.model.num_layers) if FULL in codes else 0.0
         lean = self._leanest_states(table)
-
-        def best(of_lean: Values) -> Values:
-            least: Values = of_lean.reshape(-1, len(table)).min(axis=0)
-            return least
-
-        full = best(self.costs.least_recomputed(lean, self.limit))
-        fullest = best(self.costs.rooms(lean, self.limit).fullest(np.full(len(lean), most)))
-        other = np.full(len(table), inf)
-        for code in codes - {FULL}:
-            held = self.costs.memory_bound(replace(lean, recompute=_filled(lean, code)))
-            other = np.minimum(other, best(np.where(held <= self.limit, 0.0, inf)))
-        redone = np.minimum(np.maximum(full, 1.0) if FULL in codes else inf, other)
+        redone = self._least_redone(lean, codes)
+        fullest = np.full(len(lean), inf)
+        fits = np.flatnonzero(np.isfinite(redone))
+        if len(fits):
+            rooms = self.costs.rooms(lean.take(fits), self.limit)
+            fullest[fits] = rooms.fullest(np.full(len(fits), most))
+        redone, fullest = (of.reshape(-1, len(table)).min(axis=0) for of in (redone, fullest))
         never = np.isinf(redone) | np.isinf(fullest)
         limits = self._limits(table, np.where(never, 0, redone), np.where(never, 1, fullest))
         seconds = self.costs.open_seconds(table, limits, schedule_is_open=False)
         return np.where(never, inf, seconds)
+
+    def _least_redone(self, table: LayoutTable, codes: set[int]) -> Values:
+        """Return layers per stage that full recomputation redoes at least, whatever the row's own.
+
+        0 where some other recomputation of `codes` may fit, inf where nothing does.
+        """
+        needed = self.costs.least_recomputed(table, self.limit)
+        redone = np.maximum(needed, 1.0) if FULL in codes else np.full(len(table), inf)
+        if NONE in codes:
+            redone = np.where(needed == 0, 0.0, redone)
+        for code in codes - {NONE, FULL}:
+            rows = np.flatnonzero(redone > 0)
+            if len(rows):
+                some = table.take(rows)
+                held = self.costs.memory_bound(replace(some, recompute=_filled(some, code)))
+                redone[rows] = np.where(held <= self.limit, 0.0, redone[rows])
+        return redone
 
     def complete(self, block: Partial, cutoff: float) -> tuple[Partial, Values]:
         """Unfold what is left, and return complete layouts that may fit with their bounds.
@@ -144,16 +154,19 @@ class RowBounds:
         is_full = table.recompute == FULL
         nothing = np.zeros(len(table))
         if not is_full.any():
-            return splits.seconds(nothing, nothing, below, cutoff)
+            return splits.seconds(nothing, nothing, below, cutoff, wanted=~is_full)
         bound = np.full(len(table), inf)
         last, most = -1, self.space.model.num_layers
         while last < most:
             first = last + 1
             last = first + first // RANGE
             counts = (is_full & (least <= last)) if first else ~is_full
+            counts &= bound > below  # it falls no further
+            if not counts.any():
+                continue
             redone = np.where(is_full, np.maximum(least, first), 0.0)
             at_most = np.where(is_full, float(last), 0.0)
-            raised = splits.seconds(redone, at_most, below, cutoff)
+            raised = splits.seconds(redone, at_most, below, cutoff, wanted=counts)
             bound = np.where(counts, np.minimum(bound, raised), bound)
         return bound
 
@@ -167,12 +180,19 @@ class RowBounds:
         )
 
     def _leanest_states(self, table: LayoutTable) -> LayoutTable:
-        """Return the table once under every ZeRO stage and offload, states cut over all ranks."""
-        stages = self.space.axes.named("zero_stage").values[:, 0].tolist()
+        """Return the table once under each of the leanest states, which are cut over all ranks.
+
+        Of ZeRO stages and offload combinations that the axes allow, those stay that no other one
+        allows less memory than in every layout: stage 1 cuts what 0 holds and moves nothing more,
+        and the optimizer takes no memory where it is offloaded.
+        """
+        stages = set(self.space.axes.named("zero_stage").values[:, 0].tolist())
+        stages -= {0} if 1 in stages else set()
         offloads = self.space.axes.named("offload").values.tolist()
+        least = [parts for parts in offloads if parts[0] or [1, *parts[1:]] not in offloads]
         states = [
             (stage, *parts)
-            for stage, parts in product(stages, offloads)
+            for stage, parts in product(sorted(stages), least)
             if not parts[1] or stage == CUTS_PARAMETERS
         ]
         stage, optimizer, parameters, activations = np.repeat(

@@ -1,9 +1,8 @@
 """The best split of one layout's layers: which layers on which stage, how many recomputed.
 
     no pipeline              one stage
-    one stage per rank       any split by ascending lower bound, the first named by halving
-                             (`levels`), the rest by CP-SAT; each is judged by the exact models,
-                             until the bound reaches the best one or the cutoff
+    one stage per rank       any split by ascending lower bound (`split_paths`); each is judged by
+                             the exact models, until the bound reaches the best one or the cutoff
     several stages per rank  the even split, short stages at the two ends where embedding and head
                              add their own work
 
@@ -16,16 +15,11 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from costmodels.layout import Layout, Recompute, split_layers
-from costmodels.terms import MemoryEstimate
-from planner.search.costs import Costs
-from planner.search.levels import halved
+from costmodels.memory import MemoryDemand
 from planner.search.priced import PricedLayout
-from planner.search.stage_problem import (
-    SPLIT_SCHEDULES,
-    ScoredProblem,
-    StageProblem,
-    StageSolution,
-)
+from planner.search.references import References
+from planner.search.split_paths import ascending_splits
+from planner.search.stage_problem import SPLIT_SCHEDULES, ScoredProblem
 
 FIRST_ANSWERS = 2  # chosen: answers of the solver judged before a layout waits for a better cutoff
 MOST_ANSWERS = 64  # chosen: answers judged before a layout counts as open
@@ -44,9 +38,9 @@ class Limits:
     device: float
     host: float
 
-    def hold(self, memory: MemoryEstimate) -> bool:
+    def hold(self, memory: MemoryDemand) -> bool:
         """Whether a layout's memory stays within both."""
-        return memory.parts.reserved <= self.device and memory.host_per_node <= self.host
+        return memory.reserved <= self.device and memory.host_per_node <= self.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,34 +89,39 @@ class Judged:
 
 
 def best_split(
-    costs: Costs,
-    layout: Layout,
+    priced: PricedLayout,
     limits: Limits,
     cutoff: float,
     stated: StatedSplit,
     *,
     answers: int = MOST_ANSWERS,
+    references: References | None = None,
 ) -> Outcome:
     """Return the fastest split of a layout that fits.
 
     Args:
-        costs: The models.
-        layout: Everything but the split (and, under full recomputation, the recomputed layers);
-            its own split says how many layers there are.
+        priced: Everything but the split (and, under full recomputation, the recomputed layers),
+            and its models; its own split says how many layers there are.
         limits: Memory.
         cutoff: Splits of this many seconds or more are of no interest.
         stated: What the user fixed of the split.
         answers: Splits of the solver that are judged at most.
+        references: Simulated pipelines that may settle an even split.
 
     """
+    layout = priced.layout
     own = {len(split): split for split in stated.splits}
     split = stated.layers_per_stage or own.get(layout.num_stages)
     if split is None and layout.num_stages > 1 and layout.stages_per_rank == 1:
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
-        return _solved(costs.priced(layout), limits, cutoff, stated, answers=answers)
+        return _solved(priced, limits, cutoff, stated, answers=answers)
     split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
     given = replace(layout, layers_per_stage=split)
-    best = _lightest(costs.priced(layout), given, limits, stated)
+
+    def is_worth(one: Layout) -> bool:
+        return references is None or references.leave_open(priced, one, cutoff)
+
+    best = _lightest(priced, given, limits, stated, is_worth=is_worth)
     return _outcome(best, best.seconds if best else inf, 1)
 
 
@@ -165,7 +164,7 @@ def _lightest(
     memory = priced.memory(candidate)
     if not limits.hold(memory):
         return None
-    seconds, reserved = priced.seconds(candidate), memory.parts.reserved
+    seconds, reserved = priced.seconds(candidate), memory.reserved
     return Judged(layout=candidate, seconds=seconds, reserved=reserved)
 
 
@@ -179,7 +178,7 @@ def _recomputed(
         return stated.recompute_layers
 
     def reserved(layers: int) -> float:
-        return priced.memory(replace(layout, recompute_layers=layers)).parts.reserved
+        return priced.memory(replace(layout, recompute_layers=layers)).reserved
 
     return _fewest(reserved, limits.device, least, max(layout.layers_per_stage) - 1) or 0
 
@@ -219,10 +218,7 @@ def _solved(
     *,
     answers: int,
 ) -> Outcome:
-    """Judge splits by ascending bound until the best exact value is proved.
-
-    Halving names the first one where it can (`levels`), CP-SAT all others.
-    """
+    """Judge splits by ascending bound until the best exact value is proved."""
     layout = priced.layout
     scored = priced.stage_problem(limits.device)
     problem = scored.problem
@@ -249,30 +245,24 @@ def _solved(
         tried = problem.hint
         best = judged(tried)
         seconds = best.seconds if best else inf
-    known: list[tuple[int, ...]] = []
+    highest = scored.score(min(cutoff, seconds))
+    named = ascending_splits(replace(problem, cutoff=highest))
+    known = {tried} - {()}
     for _ in range(answers):
-        interesting = scored.score(min(cutoff, seconds))
-        answer = _next_split(replace(problem, cutoff=interesting, excluded=tuple(known)))
-        bound = min(scored.seconds(answer.bound), seconds)
-        if not answer.layers_per_stage or bound >= min(cutoff, seconds):
+        answer = next(named, None)
+        if answer is None:
+            beyond = inf if highest is None else scored.seconds(highest + 1)
+            bound = min(beyond, seconds)
             break
-        known.append(answer.layers_per_stage)
-        if answer.layers_per_stage == tried:
-            continue
-        candidate = judged(answer.layers_per_stage)
+        bound = min(scored.seconds(answer.bound), seconds)
+        if bound >= min(cutoff, seconds):
+            break
+        split = answer.layers_per_stage
+        candidate = judged(split) if split not in known else None
+        known.add(split)
         if candidate is not None and candidate.seconds < seconds:
             best, seconds = candidate, candidate.seconds
-    return _outcome(best, min(bound, seconds), len({*known, tried} - {()}))
-
-
-def _next_split(problem: StageProblem) -> StageSolution:
-    """Return the split with the smallest score: by halving where that proves it, by CP-SAT else."""
-    answer = halved(problem)
-    if answer is not None:
-        return answer
-    from planner.search.cp_sat import solve  # noqa: PLC0415 - half a second that other searches save
-
-    return solve(problem)
+    return _outcome(best, min(bound, seconds), len(known))
 
 
 def _floor(scored: ScoredProblem, layout: Layout) -> float:

@@ -1,6 +1,7 @@
 """The split of one layout's layers as the solver sees it: integers, and what they mean.
 
-`stage_scores.py` makes the problem from costs; `levels.py` and `cp_sat.py` solve it.
+`stage_scores.py` makes the problem from costs; `split_paths.py` names its splits in order, with
+`levels.py` for the first of them and `cp_sat.py` for problems too large for tables.
 """
 
 from dataclasses import dataclass

@@ -12,6 +12,7 @@ from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import table_of
+from costmodels.memory import estimate_memory
 from costmodels.model import MixtureOfExperts
 from costmodels.profile_toml import read_profile
 from costmodels.split_bound import split_bound
@@ -85,7 +86,8 @@ def test_room_is_not_above_the_exact_bytes(block):
     for seed in range(60 * block, 60 * block + 60):
         priced = priced_of(random.Random(seed))  # noqa: S311 - layouts, not secrets
         split, problem = priced.layout, priced.stage_problem(CLUSTER.usable_memory).problem
-        exact, first = priced.memory(split).per_rank, 0
+        exact = estimate_memory(priced.model, priced.job, CLUSTER, split).per_rank
+        first = 0
         for stage, count in enumerate(split.layers_per_stage):
             kinds = problem.kind_of_layer[first : first + count]
             first += count
@@ -99,8 +101,9 @@ def test_bounds_of_tables_leave_a_split_its_own_memory_and_time(block):
     for seed in range(60 * block, 60 * block + 60):
         priced = priced_of(random.Random(seed))  # noqa: S311 - layouts, not secrets
         split, exact = priced.layout, priced.seconds(priced.layout)
-        limit = priced.memory(split).parts.reserved * (1 + 1e-9)
+        limit = priced.memory(split).reserved * (1 + 1e-9)
         bounds = split_bound(priced.model, priced.job, CLUSTER, table_of([split]), limit=limit)
         redone = np.array([float(split.recompute_layers)])
-        bound = bounds.seconds(redone, redone, np.array([0.3 * exact]), inf)[0]
+        below, wanted = np.array([0.3 * exact]), np.array([True])
+        bound = bounds.seconds(redone, redone, below, inf, wanted)[0]
         assert bound <= exact, seed

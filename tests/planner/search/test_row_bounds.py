@@ -1,0 +1,52 @@
+"""Bounds of partial layouts: the leanest states stand for all that the axes allow."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from random_problems import random_problem
+
+from costmodels.layout import Recompute
+from costmodels.layout_table import RECOMPUTES
+from planner.search.costs import ModelCosts
+from planner.search.references import References
+from planner.search.row_bounds import RowBounds
+from planner.search.space import root, space_of, unfold
+
+OFFLOADS = ("offload_optimizer", "offload_parameters", "offload_activations")
+
+
+def bounds_of(problem):
+    space = space_of(problem.model, problem.job, problem.cluster, problem.constraints)
+    costs = ModelCosts(model=problem.model, job=problem.job, cluster=problem.cluster)
+    limit = costs.capacity
+    return RowBounds(space=space, costs=costs, limit=limit, references=References(costs=costs))
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("seed", range(12))
+def test_no_states_take_less_memory_than_the_leanest(seed, recompute):
+    bounds = bounds_of(random_problem(seed))
+    space, costs = bounds.space, bounds.costs
+    table = unfold(space, root(space), "stages_per_rank").table
+    if not len(table):
+        return
+    code = np.full(len(table), RECOMPUTES.index(recompute))
+    table = replace(table, recompute=code)
+    lean = bounds._leanest_states(table)
+    least = costs.memory_bound(lean).reshape(-1, len(table)).min(axis=0)
+    stages = space.axes.named("zero_stage").values[:, 0].tolist()
+    for stage, parts in product(stages, space.axes.named("offload").values.tolist()):
+        if parts[1] and stage != 3:  # only cut parameters are offloaded
+            continue
+        states = {
+            name: np.full(len(table), value) for name, value in zip(OFFLOADS, parts, strict=True)
+        }
+        one = replace(
+            table,
+            zero_stage=np.full(len(table), stage),
+            zero_group=table.data_parallel * table.context_parallel,
+            **states,
+        )
+        assert (costs.memory_bound(one) >= least * (1 - 1e-12)).all(), (stage, parts)
