@@ -1,9 +1,8 @@
 """What `planner search` prints: one ranking, or the best plan at every count of GPUs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from costmodels.hardware import Cluster
-from costmodels.job import TrainingJob
 from costmodels.model import ModelSpec
 from costmodels.schedule import build_schedule
 from costmodels.units import GIB
@@ -19,17 +18,9 @@ from planner.report import VERDICT_WORDS, heading, layout_words, ranking_table
 from planner.search.nearest import NearestMiss
 from planner.search.pareto import FrontPoint, non_dominated
 from planner.search.ranking import SearchResult
+from planner.search.sizing import Sized
 
 REASONS = 4  # rejected rules that are worth a line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The answer for one job on one cluster."""
-
-    job: TrainingJob
-    cluster: Cluster
-    result: SearchResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +32,25 @@ class Answer:
         smallest_gpus: Fewest GPUs that fit, where that was asked.
         constraints: What the user fixed.
         memory_front: The fastest plans below ever less memory, where that was asked.
+        sizes: The fastest plans at some counts of GPUs, ascending, where that was asked.
 
     """
 
     model: ModelSpec
-    found: tuple[Found, ...]
+    found: tuple[Sized, ...]
     smallest_gpus: int | None = None
     constraints: Constraints = FREE
     memory_front: tuple[FrontPoint, ...] = ()
+    sizes: tuple[Sized, ...] = ()
 
     @property
-    def plans(self) -> tuple[tuple[Found, Judgement], ...]:
+    def plans(self) -> tuple[tuple[Sized, Judgement], ...]:
         """Plans with their job and cluster, fastest first."""
         pairs = [(one, plan) for one in self.found for plan in one.result.plans]
         return tuple(sorted(pairs, key=_seconds_per_token))
 
 
-def _seconds_per_token(pair: tuple[Found, Judgement]) -> float:
+def _seconds_per_token(pair: tuple[Sized, Judgement]) -> float:
     _, plan = pair
     assert plan.time is not None
     return plan.time.step_seconds / plan.time.tokens
@@ -123,7 +116,8 @@ def answer_json(answer: Answer, seconds: float) -> dict[str, object]:
             }
             for point in answer.memory_front
         ],
-        "gpu_front": list(_gpu_front(answer)),
+        "gpu_front": list(_gpu_front(answer.sizes or answer.found)),
+        "sizes": [_size_json(sized) for sized in answer.sizes],
     }
 
 
@@ -139,17 +133,28 @@ def _notes_json(answer: Answer) -> dict[str, object]:
     }
 
 
-def _gpu_front(answer: Answer) -> tuple[int, ...]:
+def _gpu_front(sizes: Sequence[Sized]) -> tuple[int, ...]:
     """Return the counts of GPUs that train faster than every smaller count, token for token."""
-    fitting = [found for found in answer.found if found.result.plans]
-    if len(answer.found) == 1:
+    fitting = [sized for sized in sizes if sized.result.plans]
+    if len(sizes) == 1:
         return ()
     front = non_dominated(
         fitting,
-        lambda found: found.cluster.num_gpus,
-        lambda found: _seconds_per_token((found, found.result.plans[0])),
+        lambda sized: sized.cluster.num_gpus,
+        lambda sized: _seconds_per_token((sized, sized.result.plans[0])),
     )
-    return tuple(found.cluster.num_gpus for found in front)
+    return tuple(sized.cluster.num_gpus for sized in front)
+
+
+def _size_json(sized: Sized) -> dict[str, object]:
+    size: dict[str, object] = {"gpus": sized.cluster.num_gpus, "layout": None, "step_seconds": None}
+    for best in sized.result.plans[:1]:
+        assert best.time is not None
+        size |= {
+            "layout": layout_json(best.layout),
+            "step_seconds": encode(best.time.step_seconds),
+        }
+    return size
 
 
 def _status(answer: Answer) -> str:
@@ -180,7 +185,10 @@ def _miss_json(answer: Answer, miss: NearestMiss | None) -> dict[str, Json] | No
 def answer_lines(answer: Answer) -> list[str]:
     """Return what people read."""
     if len(answer.found) > 1:
-        return _sweep_lines(answer)
+        lines = _size_lines(answer.found)
+        if answer.smallest_gpus is not None:
+            lines.append(f"the fewest GPUs that fit: {answer.smallest_gpus}")
+        return lines
     (found,) = answer.found
     lines = [heading(answer.model, found.job, found.cluster), ""]
     if answer.smallest_gpus is not None:
@@ -192,7 +200,7 @@ def answer_lines(answer: Answer) -> list[str]:
     return [*lines, _census_line(found.result)]
 
 
-def _reason_lines(answer: Answer, found: Found) -> list[str]:
+def _reason_lines(answer: Answer, found: Sized) -> list[str]:
     result, inputs = found.result, (answer.model, found.job, found.cluster)
     best = result.plans[0]
     assert best.time is not None
@@ -212,6 +220,9 @@ def _reason_lines(answer: Answer, found: Found) -> list[str]:
             f"{layout_words(point.judgement.layout)}"
             for point in answer.memory_front
         ]
+    if answer.sizes:
+        lines += ["", "time against GPUs: the fastest layout of each count"]
+        lines += _size_lines(answer.sizes)
     return lines
 
 
@@ -244,10 +255,10 @@ def _census_line(result: SearchResult) -> str:
     return f"{counted}\ninfeasible"
 
 
-def _sweep_lines(answer: Answer) -> list[str]:
+def _size_lines(sizes: Sequence[Sized]) -> list[str]:
     lines = [f"{'GPUs':>7} {'step s':>9} {'tok/s/GPU':>10} {'MFU':>7}  layout"]
-    front = _gpu_front(answer)
-    for found in answer.found:
+    front = _gpu_front(sizes)
+    for found in sizes:
         gpus = found.cluster.num_gpus
         if not found.result.plans:
             lines.append(f"{gpus:>7} {'':>28}  nothing fits")
@@ -264,6 +275,4 @@ def _sweep_lines(answer: Answer) -> list[str]:
             f"{gpus:>7} {best.time.step_seconds:>9.4g} {rate:>10,.0f} "
             f"{100 * best.time.mfu:>5.1f} %  {words}"
         )
-    if answer.smallest_gpus is not None:
-        lines.append(f"the fewest GPUs that fit: {answer.smallest_gpus}")
     return lines

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from costmodels.job import TrainingJob
     from costmodels.model import ModelSpec
     from planner.constraints import Constraints
-    from planner.search.pareto import FrontPoint
     from planner.search_report import Answer
 
 TOP = 5  # chosen: what a screen shows beside its reasons
@@ -39,7 +39,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--top",
         type=positive,
         metavar="K",
-        help=f"layouts to list and to prove (default {TOP}); adds the front of time and memory",
+        help=f"layouts to list and to prove (default {TOP}); adds the fronts of time against "
+        "memory and against GPUs",
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes that search counts of GPUs side by side (a range, auto, --top); the "
+        "answer is the same with any number (default 1)",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the best plan")
 
@@ -94,48 +103,85 @@ def _answer(
     constraints: "Constraints",
 ) -> "Answer":
     """Search at one count of GPUs, at the fewest that fit, or at every count of a range."""
-    from costmodels.hardware import make_cluster
-    from planner.search.pareto import memory_front
-    from planner.search.ranking import search
-    from planner.search.sizing import counts_between, fewest_gpus, sweep
-    from planner.search_report import Answer, Found
+    from planner.search.fewest import fewest_gpus
+    from planner.search.ranking import share_allowed
+    from planner.search.sizing import counts_between, sweep
+    from planner.search_report import Answer
 
     def job_of(gpus: int) -> "TrainingJob":
         return read_job(arguments, model, gpus)
 
     wanted = read_gpus(arguments.gpus)
-    node = arguments.gpus_per_node
+    node = arguments.gpus_per_node or profile.gpus_per_node
     if isinstance(wanted, range):
-        node_size = node or profile.gpus_per_node
-        counts = counts_between(wanted.start, wanted.stop, node_size)
-        sizes = sweep(model, job_of, profile, constraints, counts=counts, gpus_per_node=node)
-        fitting = [size.num_gpus for size in sizes if size.result.plans]
+        sizes = sweep(
+            model,
+            job_of,
+            profile,
+            constraints,
+            counts=counts_between(wanted.start, wanted.stop, node),
+            gpus_per_node=node,
+            workers=arguments.workers,
+        )
+        fitting = [sized.cluster.num_gpus for sized in sizes if sized.result.plans]
         return Answer(
             model=model,
-            found=tuple(
-                Found(
-                    job=job_of(size.num_gpus),
-                    cluster=make_cluster(profile, size.num_gpus, min(node_size, size.num_gpus)),
-                    result=size.result,
-                )
-                for size in sizes
-            ),
+            found=sizes,
             smallest_gpus=min(fitting, default=None),
             constraints=constraints,
         )
-    fewest = None
-    if wanted is None:
-        fewest = fewest_gpus(model, job_of, profile, constraints, gpus_per_node=node)
-        if fewest is None:
-            raise NoAnswerError("no number of GPUs fits under these constraints")
-    gpus = fewest or wanted
-    assert gpus is not None
+    if wanted is not None:
+        return _at_one_count(arguments, model, profile, constraints, wanted)
+    fewest = fewest_gpus(
+        model,
+        job_of,
+        profile,
+        constraints,
+        share=share_allowed(constraints),
+        node=node,
+        workers=arguments.workers,
+    )
+    if fewest is None:
+        raise NoAnswerError("no number of GPUs fits under these constraints")
+    answer = _at_one_count(arguments, model, profile, constraints, fewest.num_gpus)
+    return replace(answer, smallest_gpus=fewest.num_gpus)
+
+
+def _at_one_count(
+    arguments: Namespace,
+    model: "ModelSpec",
+    profile: "HardwareProfile",
+    constraints: "Constraints",
+    gpus: int,
+) -> "Answer":
+    """Search at a count of GPUs; with `--top` the fronts too."""
+    from costmodels.hardware import make_cluster
+    from planner.search.pareto import memory_front
+    from planner.search.ranking import search
+    from planner.search.sizing import Sized, counts_around, sweep
+    from planner.search_report import Answer
+
+    node = arguments.gpus_per_node
     cluster = make_cluster(profile, gpus, node)
-    job = job_of(gpus)
+    job = read_job(arguments, model, gpus)
     result = search(model, job, cluster, constraints, top=arguments.top or TOP)
-    front: tuple[FrontPoint, ...] = ()
-    if arguments.top and result.plans:
-        front = memory_front(
+    found = Sized(job=job, cluster=cluster, result=result)
+    answer = Answer(model=model, found=(found,), constraints=constraints)
+    if not arguments.top or not result.plans:
+        return answer
+    others = sweep(
+        model,
+        lambda count: read_job(arguments, model, count),
+        profile,
+        constraints,
+        counts=counts_around(gpus, node or profile.gpus_per_node),
+        gpus_per_node=node,
+        workers=arguments.workers,
+    )
+    return replace(
+        answer,
+        sizes=tuple(sorted((found, *others), key=lambda sized: sized.cluster.num_gpus)),
+        memory_front=memory_front(
             model,
             job,
             cluster,
@@ -143,11 +189,5 @@ def _answer(
             best=result.plans[0],
             steps=FRONT_POINTS,
             shrink=FRONT_SHRINK,
-        )
-    return Answer(
-        model=model,
-        found=(Found(job=job, cluster=cluster, result=result),),
-        smallest_gpus=fewest,
-        constraints=constraints,
-        memory_front=front,
+        ),
     )

@@ -10,7 +10,7 @@ from math import inf
 
 import numpy as np
 
-from costmodels.hardware import Cluster, make_cluster
+from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.layout_table import IntColumn, LayoutTable
@@ -19,7 +19,8 @@ from costmodels.units import GIB
 from planner.constraints import Constraints
 from planner.judge import Judgement, judge
 from planner.search.costs import Costs, ModelCosts
-from planner.search.explore import even_layout, explore
+from planner.search.explore import even_layout
+from planner.search.fewest import fewest_gpus, first_fit
 from planner.search.space import Space, root, space_of, unfold
 
 JUDGED = 48  # chosen: leanest layouts that are judged exactly
@@ -178,34 +179,19 @@ def _relaxations(
 def _more_gpus(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints, share: float
 ) -> tuple[Relaxation, ...]:
-    """Try twice the nodes, four times, ... on the same constraints (data parallel left open)."""
-    node = cluster.gpus_per_node
-    free = replace(constraints, data_parallel=None)
-    nodes = max(1, cluster.num_gpus // node)
-    while nodes <= MOST_NODES:
-        nodes *= 2
-        larger = make_cluster(cluster.profile, nodes * node, node)
-        layout = first_fit(model, job, larger, free, share)
-        if layout is not None:
-            change = f"more GPUs (--gpus {larger.num_gpus})"
-            return (Relaxation(change=change, layout=layout, gpus=larger.num_gpus),)
-    return ()
-
-
-def first_fit(
-    model: ModelSpec,
-    job: TrainingJob,
-    cluster: Cluster,
-    constraints: Constraints,
-    share: float,
-) -> Layout | None:
-    """Return some layout that fits, in the order of the bound; None where none does."""
-    space = space_of(model, job, cluster, constraints)
-    costs = ModelCosts(
-        model=model,
-        job=job,
-        cluster=cluster,
-        even_chunks=constraints.layers_per_stage is None,
+    """Find the fewest GPUs, whole nodes above one, that fit (data parallel left open)."""
+    node, has = cluster.gpus_per_node, cluster.num_gpus
+    found = fewest_gpus(
+        model,
+        lambda _: job,
+        cluster.profile,
+        replace(constraints, data_parallel=None),
+        share=share,
+        node=node,
+        low=has + 1 if has < node else (has // node + 1) * node,
+        high=MOST_NODES * node,
     )
-    found = explore(space, costs, constraints, share, 1, stop_at_first=True)
-    return found.incumbents[0].layout if found.incumbents else None
+    if found is None:
+        return ()
+    change = f"more GPUs (--gpus {found.num_gpus})"
+    return (Relaxation(change=change, layout=found.layout, gpus=found.num_gpus),)

@@ -1,28 +1,26 @@
-"""How many GPUs: the fewest that fit, and a sweep of counts.
+"""A sweep of counts of GPUs.
 
 Counts are every number up to one node, then whole nodes. The global batch is the job's at every
 count where one is given; else it follows the count, so a job is asked for per count.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from costmodels.hardware import HardwareProfile, make_cluster
+from costmodels.hardware import Cluster, HardwareProfile, make_cluster
 from costmodels.job import TrainingJob
 from costmodels.model import ModelSpec
 from planner.constraints import Constraints
-from planner.search.nearest import first_fit
-from planner.search.ranking import SearchResult, search, share_allowed
-
-MOST_GPUS = 2**17  # chosen: the largest clusters that anybody trains on
-JobOf = Callable[[int], TrainingJob]
+from planner.search.fewest import MOST_GPUS, JobOf
+from planner.search.ranking import SearchResult, search
+from planner.search.workers import mapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
     """The answer at one count of GPUs."""
 
-    num_gpus: int
+    job: TrainingJob
+    cluster: Cluster
     result: SearchResult
 
 
@@ -52,45 +50,12 @@ def counts_between(low: int, high: int, gpus_per_node: int) -> tuple[int, ...]:
     return kept
 
 
-def fewest_gpus(
-    model: ModelSpec,
-    job_of: JobOf,
-    profile: HardwareProfile,
-    constraints: Constraints,
-    *,
-    gpus_per_node: int | None = None,
-    low: int = 1,
-    high: int = MOST_GPUS,
-) -> int | None:
-    """Return the smallest count on which some layout fits, None where none up to `high` does.
-
-    Counts grow by doubling until one fits; then every count between the last that did not and that
-    one is tried, so that odd counts of nodes are found.
-
-    Args:
-        model: The network.
-        job_of: The job at a count of GPUs.
-        profile: The machine.
-        constraints: What the user fixed.
-        gpus_per_node: Node size; the profile's by default.
-        low: Smallest count of interest.
-        high: Largest count of interest.
-
-    """
-    node = gpus_per_node or profile.gpus_per_node
-    share = share_allowed(constraints)
-
-    def fits(count: int) -> bool:
-        cluster = make_cluster(profile, count, min(node, count))
-        return first_fit(model, job_of(count), cluster, constraints, share) is not None
-
-    tried = low - 1
-    for count in _doubling(low, high, node):
-        if fits(count):
-            between = (n for n in range(tried + 1, count) if n <= node or n % node == 0)
-            return next((n for n in between if fits(n)), count)
-        tried = count
-    return None
+def counts_around(gpus: int, gpus_per_node: int) -> tuple[int, ...]:
+    """Return half, twice and four times a count of GPUs, where these are whole nodes."""
+    near = (*([] if gpus % 2 else [gpus // 2]), 2 * gpus, 4 * gpus)
+    return tuple(
+        n for n in near if n <= MOST_GPUS and (n <= gpus_per_node or n % gpus_per_node == 0)
+    )
 
 
 def sweep(
@@ -101,29 +66,50 @@ def sweep(
     *,
     counts: tuple[int, ...],
     gpus_per_node: int | None = None,
+    workers: int = 1,
 ) -> tuple[Sized, ...]:
-    """Return the best plan at each count of GPUs, ascending."""
+    """Return the best plan at each count of GPUs, ascending.
+
+    Args:
+        model: The network.
+        job_of: The job at a count of GPUs.
+        profile: The machine.
+        constraints: What the user fixed.
+        counts: Counts of GPUs.
+        gpus_per_node: Node size; the profile's by default.
+        workers: Processes that search counts side by side.
+
+    """
     node = gpus_per_node or profile.gpus_per_node
-    return tuple(
-        Sized(
-            num_gpus=count,
-            result=search(
-                model,
-                job_of(count),
-                make_cluster(profile, count, min(node, count)),
-                constraints,
-                top=1,
-                only_fitting=True,
-            ),
+    questions = (
+        _Question(
+            model=model,
+            job=job_of(count),
+            cluster=make_cluster(profile, count, min(node, count)),
+            constraints=constraints,
         )
         for count in counts
     )
+    return tuple(mapped(_sized, questions, workers))
 
 
-def _doubling(low: int, high: int, node: int) -> Iterator[int]:
-    count = low
-    while count <= high:
-        yield count
-        count = count * 2 if count < node else max(count // node, 1) * 2 * node
-        if node // 2 < count < node:
-            count = node  # a node whose size is no power of two is tried as a whole
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """A search, as it is handed to another process."""
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    constraints: Constraints
+
+
+def _sized(question: _Question) -> Sized:
+    result = search(
+        question.model,
+        question.job,
+        question.cluster,
+        question.constraints,
+        top=1,
+        only_fitting=True,
+    )
+    return Sized(job=question.job, cluster=question.cluster, result=result)

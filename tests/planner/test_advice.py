@@ -154,6 +154,10 @@ def test_search_prints_what_it_says_in_json(capsys):
     assert said
     assert lines[by_hand : by_hand + len(said)] == said
     title = lines.index("time against memory: the fastest layout that reserves no more") + 1
+    title_of_sizes = lines.index("time against GPUs: the fastest layout of each count")
+    said = [int(line.split()[0]) for line in lines[title_of_sizes + 2 :][: len(document["sizes"])]]
+    assert said == [size["gpus"] for size in document["sizes"]] == [1, 2, 4, 8]
+    assert set(document["gpu_front"]) <= set(said)
     front = document["memory_front"]
     for line, point in zip(lines[title : title + len(front)], front, strict=True):
         reserved, _, step, *_ = line.split()

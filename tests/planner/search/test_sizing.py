@@ -3,11 +3,15 @@
 import pytest
 from small_worlds import llama_8b, model
 
+from costmodels.hardware import make_cluster
 from costmodels.job import TrainingJob
+from costmodels.layout import Recompute
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
+from planner.search.fewest import fewest_gpus, first_fit
 from planner.search.pareto import non_dominated
-from planner.search.sizing import counts_between, fewest_gpus
+from planner.search.ranking import search
+from planner.search.sizing import counts_around, counts_between, sweep
 
 H100 = read_profile("h100-sxm-80gb")
 
@@ -34,15 +38,17 @@ def test_the_fewest_gpus_are_those_whose_memory_holds_the_states():
     """Adam keeps 16 to 18 bytes a parameter: 8 B parameters take two to four 80 GiB cards."""
     fixed = Constraints(micro_batch_size=(1,), offload=((),))
     job = TrainingJob(seq_len=1024, global_batch_size=16)
-    fewest = fewest_gpus(llama_8b(), lambda _: job, H100, fixed)
-    assert fewest in {2, 4}
+    fewest = fewest_gpus(llama_8b(), lambda _: job, H100, fixed, share=0.92, node=8)
+    assert fewest is not None
+    assert fewest.num_gpus in {2, 4}
+    assert fewest.layout.num_gpus == fewest.num_gpus
 
 
 def test_no_count_fits_where_one_layer_does_not():
     huge = model(hidden_size=28 * 8192, head_dim=8192, ffn_hidden_size=8 * 28 * 8192)
     job = TrainingJob(seq_len=1024, global_batch_size=1)
     fixed = Constraints(data_parallel=(1,), tensor_parallel=(1,), offload=((),))
-    assert fewest_gpus(huge, lambda _: job, H100, fixed, high=8) is None
+    assert fewest_gpus(huge, lambda _: job, H100, fixed, share=0.92, node=8, high=8) is None
 
 
 def test_points_that_another_beats_in_both_are_left_out():
@@ -53,3 +59,36 @@ def test_points_that_another_beats_in_both_are_left_out():
 
 def test_of_equal_points_one_stays():
     assert non_dominated([(1, 1), (1, 1)], lambda p: p[0], lambda p: p[1]) == ((1, 1),)
+
+
+# 40 layers of the 8B model have 10 B parameters, 18 bytes each without ZeRO: 3 GPUs of 73 GiB.
+ODD = Constraints(zero_stage=(0,), recompute=(Recompute.FULL,), offload=((),))
+ODD_JOB = TrainingJob(seq_len=1024, global_batch_size=24)
+
+
+def test_more_gpus_are_the_fewest_nodes_that_fit():
+    """Every smaller number of nodes was tried by hand, and fits nothing."""
+    model, node = llama_8b(num_layers=40), 1
+    miss = search(model, ODD_JOB, make_cluster(H100, 1, node), ODD).nearest_miss
+    assert miss is not None
+    (more,) = [one for one in miss.relaxations if one.change.startswith("more GPUs")]
+    fits = {
+        count: first_fit(model, ODD_JOB, make_cluster(H100, count, node), ODD, 0.92) is not None
+        for count in range(2, more.gpus + 1)
+    }
+    assert fits == dict.fromkeys(range(2, more.gpus), False) | {more.gpus: True}
+    assert more.gpus & (more.gpus - 1)  # no power of two: doubling alone would have missed it
+
+
+def test_any_number_of_workers_gives_the_same_answers():
+    arguments = (llama_8b(num_layers=8), lambda _: ODD_JOB, H100, ODD)
+    one, two = (sweep(*arguments, counts=(2, 3, 4), workers=workers) for workers in (1, 2))
+    assert one == two
+    fewest = [fewest_gpus(*arguments, share=0.92, node=1, workers=n) for n in (1, 2)]
+    assert fewest[0] == fewest[1]
+
+
+def test_counts_around_another_are_whole_nodes():
+    assert counts_around(8, 8) == (4, 16, 32)
+    assert counts_around(24, 8) == (48, 96)
+    assert counts_around(1, 8) == (2, 4)

@@ -1,0 +1,128 @@
+"""The fewest GPUs on which some layout fits, and the layout that shows it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from costmodels.hardware import Cluster, HardwareProfile, make_cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout
+from costmodels.model import ModelSpec
+from planner.constraints import Constraints
+from planner.search.costs import ModelCosts
+from planner.search.explore import explore
+from planner.search.space import space_of
+from planner.search.workers import mapped
+
+MOST_GPUS = 2**17  # chosen: the largest clusters that anybody trains on
+MOST_TRIED = 32  # chosen: counts tried one by one, a second each
+JobOf = Callable[[int], TrainingJob]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fewest:
+    """A count of GPUs, and a layout that fits them; no smaller count that was tried fits one."""
+
+    num_gpus: int
+    layout: Layout
+
+
+def fewest_gpus(
+    model: ModelSpec,
+    job_of: JobOf,
+    profile: HardwareProfile,
+    constraints: Constraints,
+    *,
+    share: float,
+    node: int,
+    low: int = 1,
+    high: int = MOST_GPUS,
+    workers: int = 1,
+) -> Fewest | None:
+    """Return the smallest count on which some layout fits, None where none up to `high` does.
+
+    Counts grow by doubling until one fits; then every count between the last that did not and that
+    one is tried, so that odd counts of nodes are found. Where more than `MOST_TRIED` lie between,
+    halving narrows them first, as if more nodes never fitted less.
+
+    Args:
+        model: The network.
+        job_of: The job at a count of GPUs.
+        profile: The machine.
+        constraints: What the user fixed.
+        share: Share of a device's usable memory that may be reserved.
+        node: GPUs of a node; counts above are whole nodes.
+        low: Smallest count of interest.
+        high: Largest count of interest.
+        workers: Processes that try counts side by side.
+
+    """
+
+    def question(count: int) -> "_Question":
+        cluster = make_cluster(profile, count, min(node, count))
+        return _Question(
+            model=model, job=job_of(count), cluster=cluster, constraints=constraints, share=share
+        )
+
+    last = low - 1
+    for count in _doubling(low, high, node):
+        layout = _answer(question(count))
+        if layout is None:
+            last = count
+            continue
+        found = Fewest(num_gpus=count, layout=layout)
+        between = [n for n in range(last + 1, count) if n <= node or n % node == 0]
+        while len(between) > MOST_TRIED:
+            middle = len(between) // 2
+            layout = _answer(question(between[middle]))
+            if layout is not None:
+                found = Fewest(num_gpus=between[middle], layout=layout)
+            between = between[middle + 1 :] if layout is None else between[:middle]
+        answers = mapped(_answer, map(question, between), workers)
+        smaller = (Fewest(num_gpus=n, layout=a) for n, a in zip(between, answers) if a is not None)  # noqa: B905 - lazy
+        return next(smaller, found)
+    return None
+
+
+def first_fit(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    constraints: Constraints,
+    share: float,
+) -> Layout | None:
+    """Return some layout that fits, in the order of the bound; None where none does."""
+    space = space_of(model, job, cluster, constraints)
+    costs = ModelCosts(
+        model=model,
+        job=job,
+        cluster=cluster,
+        even_chunks=constraints.layers_per_stage is None,
+    )
+    found = explore(space, costs, constraints, share, 1, stop_at_first=True)
+    return found.incumbents[0].layout if found.incumbents else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """Whether a job fits a cluster, as it is handed to another process."""
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    constraints: Constraints
+    share: float
+
+
+def _answer(question: _Question) -> Layout | None:
+    return first_fit(
+        question.model, question.job, question.cluster, question.constraints, question.share
+    )
+
+
+def _doubling(low: int, high: int, node: int) -> Iterator[int]:
+    count = low
+    while count <= high:
+        yield count
+        count = count * 2 if count < node else max(count // node, 1) * 2 * node
+        if node // 2 < count < node:
+            count = node  # a node whose size is no power of two is tried as a whole
