@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from parity_cases import ALL, BATCH, SEQ_LEN, dtype_of, lowered, own_batches, start
-from parity_space import layouts
+from parity_cases import ALL, BATCH, EXPERTS, SEQ_LEN, dtype_of, lowered, own_batches, start
+from parity_space import layouts, spreads_experts
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -91,11 +91,15 @@ def _plans(name, num_ranks):
 
 
 def random_pair(name, seed):
-    """Return two different plans of a model, each on 1 to 8 ranks, from the search's space."""
+    """Return two different plans of a model, each on 1 to 8 ranks, from the search's space.
+
+    One of the two spreads experts, where the model has any.
+    """
     draw = random.Random(seed)  # noqa: S311  (the same pairs every time)
     while True:
         saver, loader = (draw.choice(_plans(name, draw.choice((1, 2, 4, 8)))) for _ in range(2))
-        if saver != loader:
+        spread = name not in EXPERTS or any(map(spreads_experts, (saver, loader)))
+        if saver != loader and spread:
             return saver, loader
 
 
