@@ -14,7 +14,7 @@ another brings back. The ranks of the first and the last stage are bounded by th
 the smallest stages that the caller considers (`smallest_stage`, one layer where it says nothing).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,7 @@ def memory_lower_bound(
     table: LayoutTable,
     *,
     even_chunks: bool = False,
+    any_recompute: bool = False,
 ) -> NDArray[np.float64]:
     """Return bytes of reserved memory that no partition of a layout's layers goes below.
 
@@ -79,10 +80,15 @@ def memory_lower_bound(
         cluster: The machine.
         table: Layouts that the rules allow.
         even_chunks: With several stages per rank, only the even split (`split_layers`) counts.
+        any_recompute: Hold whatever is recomputed: layers keep what they keep in full
+            recomputation, and none is brought back.
 
     """
+    if any_recompute:
+        full = RECOMPUTES.index(Recompute.FULL)
+        table = replace(table, recompute=np.full(len(table), full))
     blocks = block_memory(model, job, cluster, table)
-    costs = block_bytes(job, cluster, table, blocks)
+    costs = block_bytes(job, cluster, table, blocks, brings_back=not any_recompute)
     counts = np.array([count_layers(model, kind.has_experts) for kind in blocks.kinds])
     bound = np.zeros(len(table))
     for pipeline in distinct(table.pipeline_parallel):
@@ -98,16 +104,24 @@ def count_layers(model: ModelSpec, has_experts: bool) -> int:
 
 
 def block_bytes(
-    job: TrainingJob, cluster: Cluster, table: LayoutTable, blocks: BlockMemory
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    blocks: BlockMemory,
+    *,
+    brings_back: bool = True,
 ) -> BlockBytes:
-    """Return the reserved bytes of blocks; under full recomputation every layer is recomputed."""
+    """Return the reserved bytes of blocks; under full recomputation every layer is recomputed.
+
+    A layer that is recomputed brings back what it did not keep, which may be left out.
+    """
     grown = 1 + fragmentation_fraction(job, cluster)
     is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
     stays = grown * (table.offload_activations == 0)
     moving = blocks.transients
     kept = [np.where(is_full, layer.recomputed, layer.kept) * stays for layer in blocks.layer_bytes]
     extra = [layer.everything - layer.recomputed for layer in blocks.layer_bytes]
-    brought_back = np.where(is_full, np.minimum.reduce(extra), 0.0) * (stays > 0)
+    brought_back = np.where(is_full & brings_back, np.minimum.reduce(extra), 0.0) * (stays > 0)
     outside = context_bytes(cluster) + job.memory_taken + blocks.communication + moving.gathered
     logits = blocks.head_bytes
     return BlockBytes(

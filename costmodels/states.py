@@ -19,6 +19,7 @@ from costmodels.parameters import (
     embedding_parameters,
     head_parameters,
     layer_parameters,
+    num_parameters,
 )
 from costmodels.targets import BEHAVIOURS, FrameworkBehaviour
 
@@ -102,6 +103,14 @@ def bytes_per_weight(job: TrainingJob) -> BytesPerWeight:
         gradient=4 if is_fp32 else _gradient_bytes(job, behaviour),
         optimizer=optimizer,
     )
+
+
+def least_state_bytes(model: ModelSpec, job: TrainingJob) -> float:
+    """Return bytes that every layout holds, over all GPUs and hosts: each weight's states once."""
+    per_weight = bytes_per_weight(job)
+    if job.lora_rank is not None:
+        return float(num_parameters(model) * per_weight.working)
+    return float(num_parameters(model) * (per_weight.resident + per_weight.optimizer))
 
 
 def reduced_bytes(job: TrainingJob) -> int:

@@ -31,6 +31,7 @@ from costmodels.recompute_bound import least_recomputed_layers
 from costmodels.reference_bound import ReferenceBound, reference_bound
 from costmodels.split_bound import SplitBound, split_bound
 from costmodels.stage_room import StageRooms, stage_rooms
+from costmodels.states import least_state_bytes
 from costmodels.terms import MemoryEstimate
 from planner.search.priced import PricedLayout
 
@@ -48,6 +49,9 @@ class Costs(Protocol):
     def host_capacity(self) -> float:
         """Bytes of host memory of a node."""
 
+    def may_hold_states(self, share: float) -> bool:
+        """Whether a share of all devices and the hosts together hold each weight's states once."""
+
     def open_seconds(
         self, table: LayoutTable, limits: SplitLimits, *, schedule_is_open: bool
     ) -> Values:
@@ -60,10 +64,11 @@ class Costs(Protocol):
     def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
         """Return seconds that no split within the limits goes below."""
 
-    def memory_bound(self, table: LayoutTable) -> Values:
+    def memory_bound(self, table: LayoutTable, *, any_recompute: bool = False) -> Values:
         """Return bytes of the fullest rank that no considered split goes below.
 
-        With several stages per rank and no split stated, the even one alone is considered.
+        With several stages per rank and no split stated, the even one alone is considered. With
+        `any_recompute` the bound holds whatever is recomputed.
         """
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
@@ -109,6 +114,12 @@ class ModelCosts:
         """Bytes of host memory of a node."""
         return self.cluster.profile.host_memory
 
+    def may_hold_states(self, share: float) -> bool:
+        """See Costs."""
+        devices = self.cluster.num_gpus * share * self.capacity
+        hosts = self.cluster.num_nodes * self.host_capacity
+        return least_state_bytes(self.model, self.job) <= devices + hosts
+
     def open_seconds(
         self, table: LayoutTable, limits: SplitLimits, *, schedule_is_open: bool
     ) -> Values:
@@ -126,10 +137,15 @@ class ModelCosts:
         """See Costs."""
         return time_lower_bound(self.model, self.job, self.cluster, table, limits)
 
-    def memory_bound(self, table: LayoutTable) -> Values:
+    def memory_bound(self, table: LayoutTable, *, any_recompute: bool = False) -> Values:
         """See Costs."""
         return memory_lower_bound(
-            self.model, self.job, self.cluster, table, even_chunks=self.even_chunks
+            self.model,
+            self.job,
+            self.cluster,
+            table,
+            even_chunks=self.even_chunks,
+            any_recompute=any_recompute,
         )
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:

@@ -85,7 +85,8 @@ def explore(
         even_chunks=constraints.layers_per_stage is None,
     )
     frontier = Frontier(space=space, bounds=bounds)
-    frontier.start()
+    if costs.may_hold_states(share):
+        frontier.start()
     references = bounds.references if bounds.even_chunks else None
     ranking = _Ranking(limits=limits, stated=stated, references=references, top=top)
     while ranking.num_solved < MOST_SOLVED or not ranking.best:  # that nothing fits needs a proof

@@ -96,10 +96,14 @@ def search(
         cluster=cluster,
         even_chunks=constraints.layers_per_stage is None,
     )
-    counted = census(space)
-    found = explore(space, costs, constraints, share_allowed(constraints), top)
+    counted, share = census(space), share_allowed(constraints)
+    found = explore(space, costs, constraints, share, top)
     if not found.incumbents and not only_fitting and constraints.max_memory_fraction is None:
-        found = explore(space, costs, constraints, 1.0, top)
+        share = 1.0
+        found = explore(space, costs, constraints, share, top)
+    dropped = dict(found.frontier.bounds.dropped)
+    if not costs.may_hold_states(share):
+        dropped = {"device_memory": counted.num_legal}
     proved = bool(found.incumbents) and found.bound >= found.incumbents[0].seconds
     status = ("optimal" if proved else "feasible") if found.incumbents else "infeasible"
     miss = None
@@ -117,7 +121,7 @@ def search(
         plans=tuple(judge(model, job, cluster, best.layout) for best in found.incumbents),
         num_layouts=counted.num_layouts,
         num_legal=counted.num_legal,
-        rejected=counted.rejected | dict(found.frontier.bounds.dropped),
+        rejected=counted.rejected | dropped,
         bound_seconds=min(found.bound, found.incumbents[0].seconds) if found.incumbents else inf,
         num_bounded=found.frontier.num_bounded,
         num_solved=found.num_solved,

@@ -66,8 +66,10 @@ class RowBounds:
         codes = set(self.space.axes.named("recompute").values[:, 0].tolist())
         most = float(self.space.model.num_layers) if FULL in codes else 0.0
         lean = self._leanest_states(table)
-        redone = self._least_redone(lean, codes)
-        fullest = np.full(len(lean), inf)
+        redone, fullest = np.full(len(lean), inf), np.full(len(lean), inf)
+        may = np.flatnonzero(self.costs.memory_bound(lean, any_recompute=True) <= self.limit)
+        if len(may):
+            redone[may] = self._least_redone(lean.take(may), codes)
         fits = np.flatnonzero(np.isfinite(redone))
         if len(fits):
             rooms = self.costs.rooms(lean.take(fits), self.limit)

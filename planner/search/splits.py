@@ -119,7 +119,10 @@ def best_split(
     given = replace(layout, layers_per_stage=split)
 
     def is_worth(one: Layout) -> bool:
-        return references is None or references.leave_open(priced, one, cutoff)
+        if references is None:
+            return True
+        # Memory first: what does not fit is not worth a simulation.
+        return limits.hold(priced.memory(one)) and references.leave_open(priced, one, cutoff)
 
     best = _lightest(priced, given, limits, stated, is_worth=is_worth)
     return _outcome(best, best.seconds if best else inf, 1)

@@ -50,3 +50,29 @@ def test_no_states_take_less_memory_than_the_leanest(seed, recompute):
             **states,
         )
         assert (costs.memory_bound(one) >= least * (1 - 1e-12)).all(), (stage, parts)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_for_any_recomputation_holds_for_each(seed):
+    bounds = bounds_of(random_problem(seed))
+    space, costs = bounds.space, bounds.costs
+    table = unfold(space, root(space), "offload").table
+    if not len(table):
+        return
+    any_of_them = costs.memory_bound(table, any_recompute=True)
+    assert (any_of_them <= costs.memory_bound(table) * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_where_states_cannot_be_held_nothing_fits(seed):
+    bounds = bounds_of(random_problem(seed))
+    space, costs = bounds.space, bounds.costs
+    share = 0.25
+    if costs.may_hold_states(share):
+        return
+    table = unfold(space, root(space), "offload").table
+    one_stage = table.take(table.pipeline_parallel == 1)
+    if len(one_stage):
+        held = costs.memory_bound(one_stage)
+        on_host = one_stage.offload_optimizer == 1
+        assert (on_host | (held > share * costs.capacity)).all()
