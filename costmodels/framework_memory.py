@@ -68,8 +68,7 @@ def communicator_bytes(
 
 def fragmentation_fraction(job: TrainingJob, cluster: Cluster) -> float:
     """Return unused bytes per byte that comes and goes, which even a full card pays."""
-    expandable = job.switches.expandable_segments or BEHAVIOURS[job.target].expandable_segments
-    key = "expandable_fragmentation_fraction" if expandable else "fragmentation_fraction"
+    key = "expandable_fragmentation_fraction" if _expands(job) else "fragmentation_fraction"
     return cluster.profile.calibration[key]
 
 
@@ -86,8 +85,28 @@ def cached_bytes(
         room: Bytes that are left of the card.
 
     """
-    if job.switches.expandable_segments or BEHAVIOURS[job.target].expandable_segments:
+    if _expands(job):
         return 0.0
     constants = cluster.profile.calibration
     wanted = constants["cached_fraction"] * coming_and_going + step
     return min(wanted, constants["cached_share_of_room"] * max(room, 0.0))
+
+
+def decisive_fraction(job: TrainingJob, cluster: Cluster, limit: float) -> float:
+    """Return the cached fraction where it decides what stays within a limit, 0 where it may not.
+
+    A card of U bytes reserves D + min(c C, s (U - D)) for a demand D of which C <= D come and go.
+    Where s (U - D) is the smaller term, D stays within it only up to (limit - s U) / (1 - s).
+    If all such demands stay within it with c D on top as well, what stays within it are exactly
+    those with D + c C <= limit.
+    """
+    if _expands(job):
+        return 0.0
+    constants = cluster.profile.calibration
+    fraction, share = constants["cached_fraction"], constants["cached_share_of_room"]
+    safe = limit - share * cluster.usable_memory  # times 1 - s
+    return fraction if (1 + fraction) * safe <= (1 - share) * limit else 0.0
+
+
+def _expands(job: TrainingJob) -> bool:
+    return job.switches.expandable_segments or BEHAVIOURS[job.target].expandable_segments

@@ -14,7 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from costmodels.block_memory import BlockMemory, block_memory
-from costmodels.framework_memory import cached_bytes, context_bytes, fragmentation_fraction
+from costmodels.framework_memory import (
+    cached_bytes,
+    context_bytes,
+    decisive_fraction,
+    fragmentation_fraction,
+)
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Offload
@@ -218,6 +223,8 @@ def stage_memory(
     cluster: Cluster,
     layout: Layout,
     blocks: BlockMemory | None = None,
+    *,
+    limit: float | None = None,
 ) -> StageMemory:
     """Return the reserved bytes of a layout's blocks, for the partition solver.
 
@@ -227,11 +234,14 @@ def stage_memory(
         cluster: Where.
         layout: A layout; its layers_per_stage and recompute_layers are not read.
         blocks: Its blocks, where they are known.
+        limit: Bytes that a rank may reserve; what the allocator keeps on top is counted where it
+            decides what stays within them.
 
     """
     if blocks is None:
         blocks = blocks_of_layout(model, job, cluster, layout)
-    grown = 1 + fragmentation_fraction(job, cluster)
+    cached = 0.0 if limit is None else decisive_fraction(job, cluster, limit)
+    grown = 1 + fragmentation_fraction(job, cluster) + cached
     stays = 0.0 if Offload.ACTIVATIONS in layout.offload else grown
     by_kind = {
         kind: LayerMemory(

@@ -59,7 +59,7 @@ def scored_problem(
 
     """
     seconds = stage_costs(model, job, cluster, layout, costs)
-    memory = stage_memory(model, job, cluster, layout, blocks)
+    memory = stage_memory(model, job, cluster, layout, blocks, limit=limit)
     once, stretch = around_rows(model, job, cluster, table_of([layout]), costs)
     kinds = [kind for kind, _ in seconds.layers]
     ranks = range(layout.pipeline_parallel)

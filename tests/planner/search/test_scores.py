@@ -8,6 +8,7 @@ import pytest
 from small_worlds import llama_8b, mixtral
 
 from costmodels.estimate import estimate_time
+from costmodels.framework_memory import decisive_fraction
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute
@@ -94,6 +95,42 @@ def test_room_is_not_above_the_exact_bytes(block):
             held = problem.held[stage] + sum(problem.holds[stage][kind] for kind in kinds)
             held -= problem.saved[stage] * min(split.recompute_layers, count)
             assert held * KIB <= exact[stage].reserved * (1 + 1e-9), (seed, stage)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_a_split_that_fits_a_limit_has_room_in_its_problem(block):
+    cached = 0
+    for seed in range(60 * block, 60 * block + 60):
+        rng = random.Random(seed)  # noqa: S311 - layouts, not secrets
+        priced = priced_of(rng)
+        split = priced.layout
+        limit = priced.memory(split).reserved * rng.choice([1 + 1e-9, 1.02, 1.2])
+        cached += decisive_fraction(priced.job, CLUSTER, limit) > 0
+        problem = priced.stage_problem(limit).problem
+        first = 0
+        for stage, count in enumerate(split.layers_per_stage):
+            kinds = problem.kind_of_layer[first : first + count]
+            first += count
+            held = problem.held[stage] + sum(problem.holds[stage][kind] for kind in kinds)
+            held -= problem.saved[stage] * min(split.recompute_layers, count)
+            assert held <= problem.capacity, (seed, stage)
+    assert cached >= 20  # what the allocator keeps was counted, and did not shut anything out
+
+
+def test_the_allocators_cache_counts_only_where_a_limit_leaves_it_whole():
+    job = TrainingJob(seq_len=2048, global_batch_size=8)
+    whole, share = CLUSTER.usable_memory, 0.9  # cached_share_of_room
+    fraction = decisive_fraction(job, CLUSTER, 0.92 * whole)
+    assert fraction == CLUSTER.profile.calibration["cached_fraction"]
+    # Near the card's end the cache gives way, and a demand without it decides.
+    assert decisive_fraction(job, CLUSTER, whole) == 0
+    for limit in np.linspace(0.5, 1.0, 51) * whole:
+        counted = decisive_fraction(job, CLUSTER, limit)
+        for demand in np.linspace(0.3, 1.0, 71) * whole:
+            for moving in np.linspace(0.0, 1.0, 11) * demand:
+                reserved = demand + min(fraction * moving, share * (whole - demand))
+                if reserved <= limit:
+                    assert demand + counted * moving <= limit * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("block", range(2))
