@@ -120,9 +120,11 @@ def _answer(question: _Question) -> Layout | None:
 
 
 def _doubling(low: int, high: int, node: int) -> Iterator[int]:
-    count = low
+    """Yield counts that grow by doubling: any within a node, whole nodes above."""
+    count = low if low <= node else -(-low // node) * node
     while count <= high:
         yield count
-        count = count * 2 if count < node else max(count // node, 1) * 2 * node
-        if node // 2 < count < node:
-            count = node  # a node whose size is no power of two is tried as a whole
+        if count >= node:
+            count *= 2
+        else:  # a node whose size is no power of two is tried as a whole
+            count = 2 * count if 2 * count <= node // 2 else node

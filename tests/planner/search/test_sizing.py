@@ -8,7 +8,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Recompute
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
-from planner.search.fewest import fewest_gpus, first_fit
+from planner.search.fewest import _doubling, fewest_gpus, first_fit
 from planner.search.pareto import non_dominated
 from planner.search.ranking import search
 from planner.search.sizing import counts_around, counts_between, sweep
@@ -32,6 +32,19 @@ def test_counts_above_a_node_are_whole_nodes():
 def test_ranges_without_a_count_are_refused(low, high):
     with pytest.raises(ValueError, match=r"--gpus"):
         counts_between(low, high, 8)
+
+
+@pytest.mark.parametrize(
+    ("low", "node", "counts"),
+    [
+        (1, 8, [1, 2, 4, 8, 16, 32, 64]),
+        (5, 8, [5, 8, 16, 32, 64]),
+        (9, 8, [16, 32, 64]),
+        (1, 6, [1, 2, 6, 12, 24, 48, 96]),
+    ],
+)
+def test_counts_grow_by_whole_nodes_from_any_start(low, node, counts):
+    assert [*_doubling(low, 100, node)] == counts
 
 
 def test_the_fewest_gpus_are_those_whose_memory_holds_the_states():
