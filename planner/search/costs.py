@@ -33,6 +33,7 @@ from costmodels.split_bound import SplitBound, split_bound
 from costmodels.stage_room import StageRooms, stage_rooms
 from costmodels.states import least_state_bytes
 from costmodels.terms import MemoryEstimate
+from planner.constraints import Constraints
 from planner.search.priced import PricedLayout
 
 Values = NDArray[np.float64]
@@ -103,6 +104,14 @@ class ModelCosts:
     job: TrainingJob
     cluster: Cluster
     even_chunks: bool = True
+
+    @classmethod
+    def under(
+        cls, model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints
+    ) -> "ModelCosts":
+        """Return the models of a job as a user constrains its layouts."""
+        is_open = constraints.layers_per_stage is None
+        return cls(model=model, job=job, cluster=cluster, even_chunks=is_open)
 
     @property
     def capacity(self) -> float:

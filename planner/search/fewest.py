@@ -16,6 +16,7 @@ from planner.search.workers import mapped
 MOST_GPUS = 2**17  # chosen: the largest clusters that anybody trains on
 MOST_TRIED = 32  # chosen: counts tried one by one, a second each
 JobOf = Callable[[int], TrainingJob]
+Question = tuple[ModelSpec, TrainingJob, Cluster, Constraints, float]  # arguments of first_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +58,13 @@ def fewest_gpus(
 
     """
 
-    def question(count: int) -> "_Question":
+    def question(count: int) -> Question:
         cluster = make_cluster(profile, count, min(node, count))
-        return _Question(
-            model=model, job=job_of(count), cluster=cluster, constraints=constraints, share=share
-        )
+        return model, job_of(count), cluster, constraints, share
 
     last = low - 1
     for count in _doubling(low, high, node):
-        layout = _answer(question(count))
+        layout = first_fit(*question(count))
         if layout is None:
             last = count
             continue
@@ -73,11 +72,11 @@ def fewest_gpus(
         between = [n for n in range(last + 1, count) if n <= node or n % node == 0]
         while len(between) > MOST_TRIED:
             middle = len(between) // 2
-            layout = _answer(question(between[middle]))
+            layout = first_fit(*question(between[middle]))
             if layout is not None:
                 found = Fewest(num_gpus=between[middle], layout=layout)
             between = between[middle + 1 :] if layout is None else between[:middle]
-        answers = mapped(_answer, map(question, between), workers)
+        answers = mapped(first_fit, map(question, between), workers)
         smaller = (Fewest(num_gpus=n, layout=a) for n, a in zip(between, answers) if a is not None)  # noqa: B905 - lazy
         return next(smaller, found)
     return None
@@ -92,31 +91,9 @@ def first_fit(
 ) -> Layout | None:
     """Return some layout that fits, in the order of the bound; None where none does."""
     space = space_of(model, job, cluster, constraints)
-    costs = ModelCosts(
-        model=model,
-        job=job,
-        cluster=cluster,
-        even_chunks=constraints.layers_per_stage is None,
-    )
+    costs = ModelCosts.under(model, job, cluster, constraints)
     found = explore(space, costs, constraints, share, 1, stop_at_first=True)
     return found.incumbents[0].layout if found.incumbents else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """Whether a job fits a cluster, as it is handed to another process."""
-
-    model: ModelSpec
-    job: TrainingJob
-    cluster: Cluster
-    constraints: Constraints
-    share: float
-
-
-def _answer(question: _Question) -> Layout | None:
-    return first_fit(
-        question.model, question.job, question.cluster, question.constraints, question.share
-    )
 
 
 def _doubling(low: int, high: int, node: int) -> Iterator[int]:

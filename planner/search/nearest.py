@@ -97,12 +97,7 @@ def nearest_miss(
 
     """
     space = space_of(model, job, cluster, constraints)
-    costs = ModelCosts(
-        model=model,
-        job=job,
-        cluster=cluster,
-        even_chunks=constraints.layers_per_stage is None,
-    )
+    costs = ModelCosts.under(model, job, cluster, constraints)
     layout = _closest(space, costs, constraints, share)
     if layout is None:
         return None

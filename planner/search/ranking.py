@@ -90,12 +90,7 @@ def search(
     """
     _refuse_impossible_splits(model, constraints)
     space = space_of(model, job, cluster, constraints)
-    costs = ModelCosts(
-        model=model,
-        job=job,
-        cluster=cluster,
-        even_chunks=constraints.layers_per_stage is None,
-    )
+    costs = ModelCosts.under(model, job, cluster, constraints)
     counted, share = census(space), share_allowed(constraints)
     found = explore(space, costs, constraints, share, top)
     if not found.incumbents and not only_fitting and constraints.max_memory_fraction is None:

@@ -82,34 +82,12 @@ def sweep(
     """
     node = gpus_per_node or profile.gpus_per_node
     questions = (
-        _Question(
-            model=model,
-            job=job_of(count),
-            cluster=make_cluster(profile, count, min(node, count)),
-            constraints=constraints,
-        )
+        (model, job_of(count), make_cluster(profile, count, min(node, count)), constraints)
         for count in counts
     )
     return tuple(mapped(_sized, questions, workers))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """A search, as it is handed to another process."""
-
-    model: ModelSpec
-    job: TrainingJob
-    cluster: Cluster
-    constraints: Constraints
-
-
-def _sized(question: _Question) -> Sized:
-    result = search(
-        question.model,
-        question.job,
-        question.cluster,
-        question.constraints,
-        top=1,
-        only_fitting=True,
-    )
-    return Sized(job=question.job, cluster=question.cluster, result=result)
+def _sized(model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints) -> Sized:
+    result = search(model, job, cluster, constraints, top=1, only_fitting=True)
+    return Sized(job=job, cluster=cluster, result=result)
