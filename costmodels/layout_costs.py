@@ -236,7 +236,9 @@ def _block_times(
     selective = np.where(table.recompute == SELECTIVE_CODE, total[SELECTIVE], 0.0)
     forward, to_weight = total[FORWARD], total[BACKWARD_WEIGHT]
     to_input = total[BACKWARD_INPUT] + selective
-    gather_exposed = exposed_seconds(gathers.forward, forward, rates)
+    # Weights that are kept come beside the first micro-batch's forward: the others hide nothing.
+    spread = np.where(table.keep_gathered == 1, table.num_micro_batches, 1)
+    gather_exposed = exposed_seconds(gathers.forward * spread, forward, rates) / spread
     backward = to_input + to_weight
     beside_backward = gathers.backward + gathers.reduce
     exposed = exposed_seconds(beside_backward, backward, rates)

@@ -246,8 +246,9 @@ def _compiles(job: TrainingJob) -> bool:
 def _precision(job: TrainingJob) -> tuple[list[str], dict[str, Table]]:
     if job.precision in (Precision.BF16, Precision.FP32):
         return [], {}
+    scales = "rowwise" if job.switches.rowwise_fp8 else "tensorwise"  # as the estimate prices them
     recipes: dict[Precision, tuple[str, Table]] = {
-        Precision.FP8: ("quantize.linear.float8", {"recipe_name": "rowwise"}),
+        Precision.FP8: ("quantize.linear.float8", {"recipe_name": scales}),
         Precision.MXFP8: ("quantize.linear.mx", {"recipe_name": "mxfp8_cublas"}),
     }
     if job.precision not in recipes:

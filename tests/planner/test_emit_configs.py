@@ -120,8 +120,11 @@ def test_torchtitan_quantises_all_but_the_head_and_compiles() -> None:
     tables = toml_of(planned(zero_stage=3, job={"precision": Precision.FP8}))
     assert tables["model"]["converters"] == ["quantize.linear.float8"]
     recipe = tables["quantize"]["linear"]["float8"]
-    assert recipe == {"recipe_name": "rowwise", "filter_fqns": ["output"]}
+    assert recipe == {"recipe_name": "tensorwise", "filter_fqns": ["output"]}
     assert tables["compile"]["enable"] is True
+    by_row = {"precision": Precision.FP8, "switches": Switches(rowwise_fp8=True)}
+    recipe = toml_of(planned(zero_stage=3, job=by_row))["quantize"]["linear"]["float8"]
+    assert recipe == {"recipe_name": "rowwise", "filter_fqns": ["output"]}
     gathered = {"precision": Precision.FP8, "switches": Switches(fp8_all_gather=True)}
     recipe = toml_of(planned(zero_stage=3, job=gathered))["quantize"]["linear"]["float8"]
     assert recipe["recipe_name"] == "tensorwise"

@@ -43,6 +43,21 @@ def test_keeping_is_faster_than_gathering_again_and_takes_more():
     assert held(KEPT) - held(again) == pytest.approx(weights, rel=0.15)
 
 
+def test_what_is_kept_hides_behind_the_first_forward_alone():
+    cluster = make_cluster(read_profile("h100-sxm-80gb"), 64, 8)
+
+    def exposed(micro_batches):
+        layout = replace(KEPT, data_parallel=64, zero_group=64, num_micro_batches=micro_batches)
+        job = TrainingJob(seq_len=512, global_batch_size=layout.global_batch_size)
+        terms = {term.name: term for term in estimate_time(MODEL, job, cluster, layout).terms}
+        return terms["zero3_gather"].exposed_seconds
+
+    # Each micro-batch adds its reduction and no relief for the one gather, which takes longer than
+    # a forward of 512 tokens.
+    once, twice, often = (exposed(count) for count in (1, 2, 8))
+    assert often - twice == pytest.approx(6 * (twice - once), rel=1e-6)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
 def test_stage_2_is_as_fast_as_keeping_and_takes_less(stages, micro_batches):
