@@ -20,6 +20,7 @@ from costmodels.layout_table import CONTEXT_PARALLEL_TYPES, RECOMPUTES, SCHEDULE
 from costmodels.model import ModelSpec
 from planner.constraints import Constraints
 from planner.rules.allowed import OFFLOADS, divisors
+from planner.rules.rule import CUTS_PARAMETERS
 
 # Tensor parallelism communicates twice per layer and direction and nothing hides it: it always
 # takes the innermost place. The other three are tried in every order.
@@ -31,7 +32,6 @@ RANK_ORDERS = (
     ("tp", "pp", "cp", "dp"),
     ("tp", "pp", "dp", "cp"),
 )
-ZERO_2, ZERO_3 = 2, 3
 MOST_STAGES_PER_RANK = 12  # chosen: published runs interleave up to 12
 WHOLE_GROUP = 0  # codes of the axis "zero_group": all of dp * cp, or
 DOMAIN_GROUP = -1  # the ranks of it inside one scale-up domain; else the number itself
@@ -124,18 +124,18 @@ def _axis(name: str, values: Iterable[int], *, free: bool) -> Axis:
 
 
 def _zero_axis(job: TrainingJob, constraints: Constraints) -> Axis:
-    """The stage of ZeRO, and whether stage 3 keeps what it gathers.
-
-    Stage 2 moves as little and holds less than a stage 3 that keeps: where it may be chosen,
-    keeping is left out unless it is asked for.
-    """
+    """The stage of ZeRO, and whether stage 3 keeps what it gathers, which native alone is told."""
     given = constraints.zero_stage
     stages = tuple(range(4)) if given is None else given
     kept = constraints.keep_gathered
     if kept is None:
-        gains = job.target is Target.NATIVE and ZERO_2 not in stages
-        kept = (False, True) if gains else (False,)
-    choices = [(stage, keeps) for stage in stages for keeps in kept if stage == ZERO_3 or not keeps]
+        kept = (False, True) if job.target is Target.NATIVE else (False,)
+    choices = [
+        (stage, keeps)
+        for stage in stages
+        for keeps in kept
+        if stage == CUTS_PARAMETERS or not keeps
+    ]
     # Keeping that is asked for without its stage is for the rules to refuse.
     values = np.array(choices or [(stage, True) for stage in stages], dtype=np.int64)
     columns = ("zero_stage", "keep_gathered")

@@ -85,8 +85,8 @@ def _orders_differ(case: Case) -> Mask:
 
 def _one_name_each(axes: Axes) -> tuple[Rule, ...]:
     split, kind = _least(axes, "sequence_parallel"), _first(axes, "context_parallel_type")
-    zero, schedule = _first(axes, "zero_stage"), _plain_schedule(axes)
-    kept = int(axes.named("zero_stage").values[:, 1].min())
+    zero, kept = axes.named("zero_stage").values[0].tolist()
+    schedule = _plain_schedule(axes)
     name = "same_layout_twice"
     return (
         _rule(
@@ -108,18 +108,10 @@ def _one_name_each(axes: Axes) -> tuple[Rule, ...]:
         ),
         _rule(
             name,
-            ("data_parallel", "context_parallel", "zero_stage"),
+            ("data_parallel", "context_parallel", "zero_stage", "keep_gathered"),
             lambda case: (
                 (case.table.data_parallel * case.table.context_parallel > 1)
-                | (case.table.zero_stage == zero)
-            ),
-        ),
-        _rule(
-            name,
-            ("data_parallel", "context_parallel", "keep_gathered"),
-            lambda case: (
-                (case.table.data_parallel * case.table.context_parallel > 1)
-                | (case.table.keep_gathered == kept)
+                | ((case.table.zero_stage == zero) & (case.table.keep_gathered == kept))
             ),
         ),
         _rule(

@@ -151,6 +151,7 @@ def _lean(space: Space, table: LayoutTable) -> LayoutTable:
     return replace(
         table,
         zero_stage=last("zero_stage"),
+        keep_gathered=np.full(len(table), space.axes.named("zero_stage").values[:, 1].min()),
         zero_group=table.data_parallel * table.context_parallel,
         recompute=last("recompute"),
     )

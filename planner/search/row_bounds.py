@@ -74,7 +74,9 @@ class RowBounds:
         if len(fits):
             rooms = self.costs.rooms(lean.take(fits), self.limit)
             fullest[fits] = rooms.fullest(np.full(len(fits), most))
-        redone, fullest = (of.reshape(-1, len(table)).min(axis=0) for of in (redone, fullest))
+        redone, fullest = (
+            of.reshape(-1, len(table)).min(axis=0, initial=inf) for of in (redone, fullest)
+        )
         never = np.isinf(redone) | np.isinf(fullest)
         limits = self._limits(table, np.where(never, 0, redone), np.where(never, 1, fullest))
         seconds = self.costs.open_seconds(table, limits, schedule_is_open=False)
@@ -197,13 +199,14 @@ class RowBounds:
             for stage, parts in product(sorted(stages), least)
             if not parts[1] or stage == CUTS_PARAMETERS
         ]
-        stage, optimizer, parameters, activations = np.repeat(
-            np.array(states, dtype=np.int64), len(table), axis=0
-        ).T
+        # There are none where what the user fixed of both excludes each other.
+        each = np.array(states, dtype=np.int64).reshape(-1, 4)
+        stage, optimizer, parameters, activations = np.repeat(each, len(table), axis=0).T
         every = table.take(np.tile(np.arange(len(table)), len(states)))
         return replace(
             every,
             zero_stage=stage,
+            keep_gathered=np.zeros_like(stage),
             zero_group=every.data_parallel * every.context_parallel,
             offload_optimizer=optimizer,
             offload_parameters=parameters,

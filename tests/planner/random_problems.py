@@ -190,10 +190,9 @@ def layouts(problem: Problem) -> Iterator[Layout]:
 
 
 def _kept(problem: Problem, zero: int, ranks: int, offload: tuple[Offload, ...]) -> list[bool]:
-    """Keeping is tried where states are cut three ways and stage 2 is ruled out."""
-    tried = zero == 3 and 2 not in (problem.constraints.zero_stage or (2,)) and ranks > 1
-    native = problem.job.target is Target.NATIVE
-    return [False, True] if tried and native and Offload.PARAMETERS not in offload else [False]
+    """Keeping is tried where weights are cut and other ranks have them."""
+    gathers = zero == 3 and ranks > 1 and Offload.PARAMETERS not in offload
+    return [False, True] if gathers and problem.job.target is Target.NATIVE else [False]
 
 
 def _groups(problem: Problem, tp: int, dp: int, cp: int, zero: int) -> set[int]:
