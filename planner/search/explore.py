@@ -39,6 +39,8 @@ class Found:
     Attributes:
         incumbents: Best first, distinct.
         bound: No layout of the space is faster than this or the best incumbent.
+        states_fit: Whether devices and hosts together hold each weight's states once; where they do
+            not, nothing was explored.
         num_solved: Layouts whose layers were split.
         num_exact: Splits whose exact value was computed.
 
@@ -47,6 +49,7 @@ class Found:
     incumbents: tuple[Incumbent, ...]
     bound: float
     frontier: Frontier
+    states_fit: bool
     num_solved: int
     num_exact: int
 
@@ -85,7 +88,8 @@ def explore(
         even_chunks=constraints.layers_per_stage is None,
     )
     frontier = Frontier(space=space, bounds=bounds)
-    if costs.may_hold_states(share):
+    states_fit = costs.may_hold_states(share)
+    if states_fit:
         frontier.start()
     references = bounds.references if bounds.even_chunks else None
     ranking = _Ranking(limits=limits, stated=stated, references=references, top=top)
@@ -103,6 +107,7 @@ def explore(
         incumbents=tuple(ranked[:top]),
         bound=min(ranking.least_open(), frontier.least_bound()),
         frontier=frontier,
+        states_fit=states_fit,
         num_solved=ranking.num_solved,
         num_exact=ranking.num_exact,
     )

@@ -69,7 +69,7 @@ def fewest_gpus(
             last = count
             continue
         found = Fewest(num_gpus=count, layout=layout)
-        between = [n for n in range(last + 1, count) if n <= node or n % node == 0]
+        between = [n for n in range(last + 1, count) if is_whole(n, node)]
         while len(between) > MOST_TRIED:
             middle = len(between) // 2
             layout = first_fit(*question(between[middle]))
@@ -77,7 +77,11 @@ def fewest_gpus(
                 found = Fewest(num_gpus=between[middle], layout=layout)
             between = between[middle + 1 :] if layout is None else between[:middle]
         answers = mapped(first_fit, map(question, between), workers)
-        smaller = (Fewest(num_gpus=n, layout=a) for n, a in zip(between, answers) if a is not None)  # noqa: B905 - lazy
+        smaller = (
+            Fewest(num_gpus=n, layout=a)
+            for n, a in zip(between, answers, strict=True)
+            if a is not None
+        )
         return next(smaller, found)
     return None
 
@@ -96,12 +100,20 @@ def first_fit(
     return found.incumbents[0].layout if found.incumbents else None
 
 
+def is_whole(count: int, node: int) -> bool:
+    """Whether a count of GPUs lies within one node of that size, or makes whole nodes."""
+    return count <= node or count % node == 0
+
+
 def _doubling(low: int, high: int, node: int) -> Iterator[int]:
-    """Yield counts that grow by doubling: any within a node, whole nodes above."""
+    """Yield counts that grow by doubling, within a node and by whole nodes above; the last too."""
     count = low if low <= node else -(-low // node) * node
-    while count <= high:
+    last = high if high <= node else high // node * node
+    while count < last:
         yield count
         if count >= node:
             count *= 2
         else:  # a node whose size is no power of two is tried as a whole
             count = 2 * count if 2 * count <= node // 2 else node
+    if low <= last:
+        yield last

@@ -91,13 +91,12 @@ def search(
     _refuse_impossible_splits(model, constraints)
     space = space_of(model, job, cluster, constraints)
     costs = ModelCosts.under(model, job, cluster, constraints)
-    counted, share = census(space), share_allowed(constraints)
-    found = explore(space, costs, constraints, share, top)
+    counted = census(space)
+    found = explore(space, costs, constraints, share_allowed(constraints), top)
     if not found.incumbents and not only_fitting and constraints.max_memory_fraction is None:
-        share = 1.0
-        found = explore(space, costs, constraints, share, top)
+        found = explore(space, costs, constraints, 1.0, top)
     dropped = dict(found.frontier.bounds.dropped)
-    if not costs.may_hold_states(share):
+    if not found.states_fit:
         dropped = {"device_memory": counted.num_legal}
     proved = bool(found.incumbents) and found.bound >= found.incumbents[0].seconds
     status = ("optimal" if proved else "feasible") if found.incumbents else "infeasible"

@@ -10,7 +10,7 @@ from costmodels.hardware import Cluster, HardwareProfile, make_cluster
 from costmodels.job import TrainingJob
 from costmodels.model import ModelSpec
 from planner.constraints import Constraints
-from planner.search.fewest import MOST_GPUS, JobOf
+from planner.search.fewest import MOST_GPUS, JobOf, is_whole
 from planner.search.ranking import SearchResult, search
 from planner.search.workers import mapped
 
@@ -40,11 +40,7 @@ def counts_between(low: int, high: int, gpus_per_node: int) -> tuple[int, ...]:
     while doubling <= high:
         counts |= {doubling, doubling * gpus_per_node}
         doubling *= 2
-    kept = tuple(
-        n
-        for n in sorted(counts)
-        if low <= n <= high and (n <= gpus_per_node or n % gpus_per_node == 0)
-    )
+    kept = tuple(n for n in sorted(counts) if low <= n <= high and is_whole(n, gpus_per_node))
     if not kept:
         raise ValueError(f"--gpus {low}..{high} holds no whole number of {gpus_per_node}-GPU nodes")
     return kept
@@ -53,9 +49,7 @@ def counts_between(low: int, high: int, gpus_per_node: int) -> tuple[int, ...]:
 def counts_around(gpus: int, gpus_per_node: int) -> tuple[int, ...]:
     """Return half, twice and four times a count of GPUs, where these are whole nodes."""
     near = (*([] if gpus % 2 else [gpus // 2]), 2 * gpus, 4 * gpus)
-    return tuple(
-        n for n in near if n <= MOST_GPUS and (n <= gpus_per_node or n % gpus_per_node == 0)
-    )
+    return tuple(n for n in near if n <= MOST_GPUS and is_whole(n, gpus_per_node))
 
 
 def sweep(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import starmap
+from signal import SIG_IGN, SIGINT, signal
 from typing import TypeVar, TypeVarTuple
 
 Arguments = TypeVarTuple("Arguments")
@@ -19,14 +20,18 @@ def mapped(
     Args:
         answer: A function of a module.
         questions: Its arguments; with several workers all are asked at once.
-        workers: Processes; with one, each is asked in this process when its answer is wanted.
+        workers: Processes at most; with one, this process answers, each when it is wanted.
 
     """
-    if workers == 1:
-        yield from starmap(answer, questions)
+    asked = list(questions)
+    if min(workers, len(asked)) <= 1:
+        yield from starmap(answer, asked)
         return
-    pool = ProcessPoolExecutor(workers)
+    # An interrupt is this process's to tell of; the others end with it.
+    pool = ProcessPoolExecutor(
+        min(workers, len(asked)), initializer=signal, initargs=(SIGINT, SIG_IGN)
+    )
     try:
-        yield from pool.map(answer, *zip(*questions, strict=True))
+        yield from pool.map(answer, *zip(*asked, strict=True))
     finally:
         pool.shutdown(cancel_futures=True)

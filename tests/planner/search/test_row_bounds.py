@@ -5,10 +5,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from random_problems import random_problem
+from random_problems import layouts, random_problem
 
 from costmodels.layout import Recompute
-from costmodels.layout_table import RECOMPUTES
+from costmodels.layout_table import RECOMPUTES, table_of
+from costmodels.states import least_state_bytes
+from planner.rules import legal_mask
 from planner.search.costs import ModelCosts
 from planner.search.references import References
 from planner.search.row_bounds import RowBounds
@@ -65,14 +67,18 @@ def test_the_bound_for_any_recomputation_holds_for_each(seed):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_where_states_cannot_be_held_nothing_fits(seed):
-    bounds = bounds_of(random_problem(seed))
-    space, costs = bounds.space, bounds.costs
-    share = 0.25
-    if costs.may_hold_states(share):
-        return
-    table = unfold(space, root(space), "offload").table
-    one_stage = table.take(table.pipeline_parallel == 1)
-    if len(one_stage):
-        held = costs.memory_bound(one_stage)
-        on_host = one_stage.offload_optimizer == 1
-        assert (on_host | (held > share * costs.capacity)).all()
+    problem = random_problem(seed)
+    profile = replace(problem.cluster.profile, host_memory=1)
+    cluster = replace(problem.cluster, profile=profile)
+    model, job = problem.model, problem.job
+    costs = ModelCosts(model=model, job=job, cluster=cluster)
+    least = least_state_bytes(model, job) - cluster.num_nodes
+    share = least / (cluster.num_gpus * costs.capacity)
+    assert costs.may_hold_states(share * (1 + 1e-9))
+    assert not costs.may_hold_states(share * (1 - 1e-9))
+    tried = list(layouts(replace(problem, cluster=cluster)))
+    legal, _ = legal_mask(model, job, cluster, table_of(tried))
+    for layout in [one for one, obeys in zip(tried, legal, strict=True) if obeys][::7]:
+        memory = costs.memory(layout)
+        over = memory.parts.reserved > share * costs.capacity
+        assert over or memory.host_per_node > costs.host_capacity, layout

@@ -37,10 +37,11 @@ def test_ranges_without_a_count_are_refused(low, high):
 @pytest.mark.parametrize(
     ("low", "node", "counts"),
     [
-        (1, 8, [1, 2, 4, 8, 16, 32, 64]),
-        (5, 8, [5, 8, 16, 32, 64]),
-        (9, 8, [16, 32, 64]),
+        (1, 8, [1, 2, 4, 8, 16, 32, 64, 96]),
+        (5, 8, [5, 8, 16, 32, 64, 96]),
+        (9, 8, [16, 32, 64, 96]),
         (1, 6, [1, 2, 6, 12, 24, 48, 96]),
+        (104, 8, []),
     ],
 )
 def test_counts_grow_by_whole_nodes_from_any_start(low, node, counts):
