@@ -15,7 +15,7 @@ from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.states import LOW_PRECISIONS, padded_vocab_size
-from costmodels.targets import BEHAVIOURS, FrameworkBehaviour
+from costmodels.targets import BEHAVIOURS, FrameworkBehaviour, works_on_whole_logits
 
 Column = NDArray[np.float64]
 
@@ -260,8 +260,7 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
     stream = element_bytes(job) * tokens * model.hidden_size / shards
     is_eager = behaviour.compiles_loss and job.switches.compile is False
     fused = job.switches.fused_cross_entropy and not is_eager
-    whole_rows = behaviour.gathers_logits and not fused
-    vocab_shards = 1 if whole_rows else table.tensor_parallel
+    vocab_shards = 1 if works_on_whole_logits(job) else table.tensor_parallel
     vocab = padded_vocab_size(model, job, table.tensor_parallel) / vocab_shards
     per_logit = np.full(
         len(table), behaviour.fused_logit_peak_bytes if fused else behaviour.logit_peak_bytes

@@ -43,7 +43,7 @@ from costmodels.pipeline_bound import (
     pipeline_lower_bound,
     pipeline_sums,
 )
-from costmodels.stages import ZERO_2
+from costmodels.states import ZERO_2
 
 Values = NDArray[np.float64]
 

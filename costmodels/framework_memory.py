@@ -97,8 +97,8 @@ def decisive_fraction(job: TrainingJob, cluster: Cluster, limit: float) -> float
 
     A card of U bytes reserves D + min(c C, s (U - D)) for a demand D of which C <= D come and go.
     Where s (U - D) is the smaller term, D stays within it only up to (limit - s U) / (1 - s).
-    If all such demands stay within it with c D on top as well, what stays within it are exactly
-    those with D + c C <= limit.
+    If all such demands stay within it with c D on top as well, what stays within it has
+    D + c C <= limit; and that alone stays within it, where the step has no buffers of its own.
     """
     if _expands(job):
         return 0.0

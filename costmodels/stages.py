@@ -16,8 +16,7 @@ from costmodels.layout_table import table_of
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import Overlap, passes_beside, sends_hold_rank
 from costmodels.schedule import Interval, StageDurations, build_schedule, simulate, timeline
-
-ZERO_2 = 2
+from costmodels.states import ZERO_2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Seconds of keeping states in step: gradient reduction, parameter gathers, optimizer.
 
     ZeRO-0      all-reduce of gradients once per step
-    ZeRO-1, 2   reduce-scatter of gradients and all-gather of weights once per step
+    ZeRO-1, 2   reduce-scatter of gradients and all-gather of weights once per step; under ZeRO-2
+                native and DeepSpeed reduce after each micro-batch
     ZeRO-3      all-gather of each block's weights before its forward and its backward, and
                 reduce-scatter of its gradients after, per micro-batch; weights that are kept are
                 gathered once per step
@@ -30,13 +31,12 @@ from costmodels.parameters import embedding_parameters, head_parameters, layer_p
 from costmodels.placement import Placement, Tiers
 from costmodels.rates import Rates
 from costmodels.shard import padded_rows
-from costmodels.states import bytes_per_weight, reduced_bytes
+from costmodels.states import ZERO_2, ZERO_3, bytes_per_weight, reduced_bytes
 from costmodels.targets import BEHAVIOURS
 from costmodels.units import MB
 
 Seconds = NDArray[np.float64]
 
-ZERO_3 = 3
 # Bytes per weight that the optimizer reads and writes: gradient, master, moments in; master,
 # moments and working weight out; and once more over gradients for their norm and for zeroing.
 _UPDATE_BYTES = {
@@ -219,7 +219,7 @@ def _reduce_per_weight(
 
 def _reductions_per_step(job: TrainingJob, table: LayoutTable) -> Seconds:
     """Return how often gradients are reduced: DeepSpeed's ZeRO-2 does so per micro-batch."""
-    each = overlap_of(job).reduces_each_micro_batch & (table.zero_stage == 2)  # noqa: PLR2004
+    each = overlap_of(job).reduces_each_micro_batch & (table.zero_stage == ZERO_2)
     return np.where(each, table.num_micro_batches, 1).astype(np.float64)
 
 

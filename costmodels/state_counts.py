@@ -13,9 +13,7 @@ from costmodels.layout import Layout
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.parameters import head_parameters, layer_parameters
 from costmodels.shard import padded_rows
-from costmodels.states import BytesPerWeight, bytes_per_weight
-
-ZERO_2, ZERO_3 = 2, 3
+from costmodels.states import ZERO_2, ZERO_3, BytesPerWeight, bytes_per_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

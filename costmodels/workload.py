@@ -131,16 +131,12 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     if moe is not None:
         ops += expert_ops(model, moe, job, shard)
     width = moe.shared_ffn_hidden_size if moe is not None else model.ffn_hidden_size
+    inputs = 2 if model.gated_ffn else 1
+    apart = inputs if job.switches.separate_gates else 1
     if width:
         ops += [
-            enter(
-                shard,
-                "ffn_enter",
-                hidden,
-                "ffn_in",
-                2 if model.gated_ffn and job.switches.separate_gates else 1,
-            ),
-            *branches(job, shard, "ffn_branches", hidden, 2 if model.gated_ffn else 1),
+            enter(shard, "ffn_enter", hidden, "ffn_in", reductions=apart),
+            *branches(job, shard, "ffn_branches", hidden, inputs),
             *dense_ops(model, job, shard, width),
             leave(shard, "ffn_leave", hidden, "ffn_out"),
         ]

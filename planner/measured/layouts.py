@@ -194,6 +194,8 @@ def _uniform_stages(model: ModelSpec, num_stages: int) -> tuple[int, ...]:
     """Cut embedding, blocks, final norm and head as one list; what is left goes to first stages."""
     base, rest = divmod(model.num_layers + 3, num_stages)
     counts = [base + (stage < rest) for stage in range(num_stages)]
+    if counts[-1] <= 2:  # noqa: PLR2004 - norm and head
+        raise UnsupportedRowError(f"{model.num_layers} layers leave the last stage none")
     return (counts[0] - 1, *counts[1:-1], counts[-1] - 2)
 
 

@@ -5,9 +5,9 @@ no layout of the space is faster: `optimal`. Where a limit of its work ends the 
 answer is `feasible`, with the bound and the gap. Where nothing fits, the nearest miss says what
 lacks.
 
-The K best are distinct: layouts that differ only in recomputation, offload, ZeRO group, rank
-order, context type, sequence parallelism or split are one, represented by its fastest. Ties go to
-the smaller memory, then to the order of the space.
+The K best are distinct: layouts that differ only in recomputation, offload, ZeRO group, whether
+ZeRO-3 keeps what it gathers, rank order, context type, sequence parallelism or split are one,
+represented by its fastest. Ties go to the smaller memory, then to the order of the space.
 """
 
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ from planner.search.stage_problem import Split, StageProblem, StageSolution
 
 Ints = NDArray[np.int64]
 
-MOST_STEPS = 4_000_000  # chosen: tables of 32 MB; 300 layers stay below however they are cut
+MOST_STEPS = 4_000_000  # chosen: 32 MB each table; 299 layers stay below however they are cut
 _NEVER = np.iinfo(np.int64).max
 _NOTHING = np.iinfo(np.int64).min
 

@@ -85,13 +85,14 @@ def test_without_a_pull_the_fit_recovers_the_constants_that_made_the_data(
 def test_the_fit_misses_the_constants_that_made_the_data_by_its_pull_alone(made, parameters, truth):
     found = fit.fit_constants(made, parameters, rounds=3)
     # Where runs ask for nothing more: curvature * (found - truth) = pull * (middle - found). Left
-    # is what the errors bend between truth and found, which is 0.06 in memory's efficiency.
+    # is what the errors bend between truth and found, which grows with the square of the way.
     weighted = fit.family_weights(made)[:, None] * found.slopes
     pull = PULL / len(parameters) / np.array([p.width for p in parameters]) ** 2
     middle = np.log([p.middle for p in parameters])
     curvature = found.slopes.T @ weighted + np.diag(pull)
     by_pull = np.linalg.solve(curvature, pull * (middle - truth))
-    assert found.logs - truth == pytest.approx(by_pull, abs=3e-4)
+    bend = 0.07 * float(np.abs(by_pull).max()) ** 2
+    assert found.logs - truth == pytest.approx(by_pull, abs=bend)
     predicted = np.abs(np.expm1(found.errors))
     before = fit.fit_constants(made, parameters, rounds=0)
     assert predicted.max() < 0.02  # what the pull to the middle of the bounds leaves

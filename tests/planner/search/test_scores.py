@@ -119,9 +119,10 @@ def test_a_split_that_fits_a_limit_has_room_in_its_problem(block):
 
 def test_the_allocators_cache_counts_only_where_a_limit_leaves_it_whole():
     job = TrainingJob(seq_len=2048, global_batch_size=8)
-    whole, share = CLUSTER.usable_memory, 0.9  # cached_share_of_room
+    constants, whole = CLUSTER.profile.calibration, CLUSTER.usable_memory
+    share = constants["cached_share_of_room"]
     fraction = decisive_fraction(job, CLUSTER, 0.92 * whole)
-    assert fraction == CLUSTER.profile.calibration["cached_fraction"]
+    assert fraction == constants["cached_fraction"]
     # Near the card's end the cache gives way, and a demand without it decides.
     assert decisive_fraction(job, CLUSTER, whole) == 0
     for limit in np.linspace(0.5, 1.0, 51) * whole:
@@ -131,6 +132,8 @@ def test_the_allocators_cache_counts_only_where_a_limit_leaves_it_whole():
                 reserved = demand + min(fraction * moving, share * (whole - demand))
                 if reserved <= limit:
                     assert demand + counted * moving <= limit * (1 + 1e-12)
+                elif counted:
+                    assert demand + counted * moving > limit * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("block", range(2))
