@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.schedule import Action, build_schedule, with_communication
+from costmodels.schedule import Action, ScheduleTable, build_schedule, with_communication
 from runtime.capture import capture
 from runtime.mesh import Mesh
 from runtime.models import build_model
@@ -104,15 +104,20 @@ def program_of(lowered: GraphModule, layout: Layout, mesh: Mesh) -> Program:
     )
 
 
-def actions_of(layout: Layout, place: int) -> tuple[Action, ...]:
-    """Return the row of a rank, by its place along the pipeline, with sends and receives."""
+def rows_of(layout: Layout) -> ScheduleTable:
+    """Return what every rank of a pipeline does in a step, with sends and receives."""
     schedule = build_schedule(
         layout.schedule,
         layout.pipeline_parallel,
         layout.stages_per_rank,
         layout.num_micro_batches,
     )
-    return with_communication(schedule).actions(place)
+    return with_communication(schedule)
+
+
+def actions_of(layout: Layout, place: int) -> tuple[Action, ...]:
+    """Return the row of a rank, by its place along the pipeline."""
+    return rows_of(layout).actions(place)
 
 
 def _stage(lowered: GraphModule, layout: Layout, mesh: Mesh, index: int) -> StageModule:

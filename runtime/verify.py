@@ -3,7 +3,8 @@
 One rank of each role (`rank_roles`) is run. Per role: executed FLOPs and the bytes that each axis
 carries must equal `costmodels.counts` exactly, the peak of live storage must lie within 5 % of
 `costmodels.memory`. Across ranks: whoever shares a group must call the same collectives in the same
-order, and every message sent must be received, in the same order at both ends of a pair of stages.
+order, and every message sent must be received. Along a pipeline every pair of ranks must exchange
+in the same order at both ends.
 """
 
 from collections import Counter, defaultdict
@@ -12,16 +13,24 @@ from dataclasses import dataclass, replace
 
 from costmodels.counts import count_rank
 from costmodels.memory import estimate_memory
+from costmodels.schedule import Action, ActionKind, ScheduleTable
 from costmodels.units import GIB
 from planner.plan import Plan
 from runtime.dry_run import RankRun, dry_run
-from runtime.lower import lower_captured, lower_graph
+from runtime.lower import lower_captured, lower_graph, rows_of
 from runtime.modules import module_of_plan
 from runtime.rank_roles import rank_roles
 from runtime.trackers import Message
 
 PEAK_TOLERANCE = 0.05  # the contract's
 _REPORTED_AS = {"tp": "tp", "cp": "cp", "pp": "pp", "ends": "pp", "ep": "ep", "etp": "ep"}
+# The send that an action is one end of, and how far its sender's and receiver's stages are.
+_EXCHANGES = {
+    ActionKind.SEND_FORWARD: (ActionKind.SEND_FORWARD, 0, 1),
+    ActionKind.RECV_FORWARD: (ActionKind.SEND_FORWARD, -1, 0),
+    ActionKind.SEND_BACKWARD: (ActionKind.SEND_BACKWARD, 0, -1),
+    ActionKind.RECV_BACKWARD: (ActionKind.SEND_BACKWARD, 1, 0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +135,7 @@ def verify(plan: Plan, module: str | None = None) -> VerifyReport:
         runs.append(run)
     return VerifyReport(
         roles=tuple(roles),
-        disagreements=tuple(disagreements(runs)),
+        disagreements=(*disagreements(runs), *crossed_messages(rows_of(layout))),
         warnings=lowered.meta["warnings"],
     )
 
@@ -150,11 +159,8 @@ def _pairs(graph: dict[str, int], estimate: dict[str, int]) -> tuple[tuple[str, 
 
 
 def disagreements(runs: Sequence[RankRun]) -> list[str]:
-    """Return what would hang: members of a group, or two ends of a pair, that differ in order.
-
-    NCCL runs the messages of a pair of ranks in the order in which each end began them.
-    """
-    return [*_differing_collectives(runs), *_lost_messages(runs), *_crossed_messages(runs)]
+    """Return what would hang: members of a group that differ in order, messages of one end only."""
+    return [*_differing_collectives(runs), *_lost_messages(runs)]
 
 
 def _differing_collectives(runs: Sequence[RankRun]) -> Iterable[str]:
@@ -201,24 +207,26 @@ def _lost_messages(runs: Sequence[RankRun]) -> Iterable[str]:
             yield f"rank {pair[0]} sends other messages than rank {pair[1]} receives"
 
 
-def _crossed_messages(runs: Sequence[RankRun]) -> Iterable[str]:
-    """Compare the order in which stages exchange, both directions together.
+def crossed_messages(table: ScheduleTable) -> Iterable[str]:
+    """Compare the order in which ranks of a pipeline exchange, both directions together.
 
-    Rings begin both directions as one batch, in which there is no order.
+    NCCL runs the messages of a pair of ranks in the order in which each end began them. The whole
+    rows are compared, since those of short steps (`short_steps.py`) come from pipelines of other
+    lengths, whose clocks differ.
     """
-    known = {run.rank for run in runs}
-    order: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for run in runs:
-        for message in run.messages:
-            if message.group == "pp" and message.peer in known:
-                is_send = message.operation == "send"
-                sender = run.rank if is_send else message.peer
-                order[run.rank, message.peer].append((sender, message.tag))
-    for (one, other), exchanged in sorted(order.items()):
-        if one < other:
-            place = _first_difference(exchanged, order[other, one])
-            if place is not None:
-                yield f"ranks {one} and {other} differ in the order of message {place} of the pair"
+    ranks = table.shape.rank_of_stage
+    order: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank in range(len(table.rows)):
+        for action in table.actions(rank):
+            if action.kind in _EXCHANGES:
+                kind, to_sender, to_receiver = _EXCHANGES[action.kind]
+                peer = ranks[action.stage + to_sender + to_receiver]
+                sent = Action(action.stage + to_sender, kind, action.micro_batch)
+                order[rank, peer].append(sent)
+    for one, other in sorted({(min(pair), max(pair)) for pair in order}):
+        place = _first_difference(order[one, other], order[other, one])
+        if place is not None:
+            yield f"pipeline ranks {one} and {other} differ in message {place} of the pair"
 
 
 def _transfer(message: Message, rank: int, known: set[int]) -> tuple[int, int]:

@@ -10,11 +10,19 @@ from costmodels.counts import count_rank
 from costmodels.hardware import make_cluster
 from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.profile_toml import read_profile
+from costmodels.schedule import PipelineShape, shape_refusals, table_from_strings
 from planner.plan import Plan, SolverStatus
 from runtime import dry_run as dry
-from runtime.lower import lower_graph
+from runtime.lower import lower_graph, rows_of
 from runtime.trackers import Message
-from runtime.verify import Pair, bytes_by_axis, disagreements, format_ranks, verify
+from runtime.verify import (
+    Pair,
+    bytes_by_axis,
+    crossed_messages,
+    disagreements,
+    format_ranks,
+    verify,
+)
 
 
 def layout(**changes):
@@ -91,6 +99,17 @@ def test_the_report_names_every_role_once():
     assert not torch.distributed.is_initialized()
 
 
+def test_a_correct_plan_of_a_long_pipeline_agrees():
+    """Rows of short steps come from pipelines of three to six ranks, which exchange otherwise."""
+    plan_layout = layout(
+        pipeline_parallel=4,
+        schedule=Schedule.ZERO_BUBBLE,
+        num_micro_batches=12,
+        layers_per_stage=(1,) * 4,
+    )
+    assert verify(plan_of(plan_layout)).disagreements == ()
+
+
 def run_of(rank, *messages):
     return dry.RankRun(rank=rank, flops=0, num_bytes={}, peak=0, messages=messages)
 
@@ -120,17 +139,54 @@ def test_a_message_nobody_receives_is_a_disagreement():
     assert len(disagreements([run_of(0, sent), run_of(1, other)])) == 1
 
 
+def rows(schedule, ranks, stages_per_rank, num_micro_batches):
+    """Return the rows of a pipeline, of more micro-batches where the schedule needs more."""
+    sizes = {"pipeline_parallel": ranks, "stages_per_rank": stages_per_rank}
+    count = num_micro_batches
+    while shape_refusals(PipelineShape(schedule=schedule, num_micro_batches=count, **sizes)):
+        count += 1
+    stages = (1,) * ranks * stages_per_rank
+    return rows_of(
+        layout(schedule=schedule, num_micro_batches=count, layers_per_stage=stages, **sizes)
+    )
+
+
+SCHEDULES = [
+    (Schedule.GPIPE, 1),
+    (Schedule.ONE_F_ONE_B, 1),
+    (Schedule.ZERO_BUBBLE, 1),
+    (Schedule.ZERO_BUBBLE, 2),
+    (Schedule.INTERLEAVED, 2),
+    (Schedule.INTERLEAVED, 3),
+    (Schedule.ZBV, 2),
+    (Schedule.DUALPIPEV, 2),
+]
+
+
+@pytest.mark.parametrize("ranks", [4, 7])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
+def test_all_schedules_exchange_in_the_same_order_at_both_ends(schedule, stages_per_rank, ranks):
+    table = rows(schedule, ranks, stages_per_rank, 11)
+    assert any(not action.is_compute for action in table.actions(0))
+    assert list(crossed_messages(table)) == []
+
+
 def test_stages_that_exchange_in_another_order_are_a_disagreement():
-    """Each end begins with its send: on NCCL, both would wait."""
-    there = {"group": "pp", "tag": 3}
-    back = {"group": "pp", "tag": 4}
-    sends_first = run_of(0, message("send", peer=1, **there), message("receive", peer=1, **back))
-    first = run_of(1, message("receive", peer=0, **there), message("send", peer=0, **back))
-    assert disagreements([sends_first, first]) == []
-    crossed = run_of(1, message("send", peer=0, **back), message("receive", peer=0, **there))
-    assert disagreements([sends_first, crossed]) == [
-        "ranks 0 and 1 differ in the order of message 0 of the pair"
+    """Rank 1 sends before it has received: on NCCL, both would wait."""
+    table = rows(Schedule.ONE_F_ONE_B, 4, 1, 8)
+    swapped = {"1SEND_B0": "1RECV_F4", "1RECV_F4": "1SEND_B0"}
+    crossed = [[swapped.get(text, text) for text in row] for row in table.strings()]
+    assert list(crossed_messages(table_from_strings(table.shape, crossed))) == [
+        "pipeline ranks 0 and 1 differ in message 4 of the pair"
     ]
+
+
+def test_a_message_of_one_end_only_is_a_disagreement_of_the_pair():
+    table = rows(Schedule.GPIPE, 2, 1, 3)
+    first, last = table.strings()
+    cut = table_from_strings(table.shape, [first, [text for text in last if text != "1RECV_F2"]])
+    (words,) = crossed_messages(cut)
+    assert words.startswith("pipeline ranks 0 and 1 differ in message ")
 
 
 def test_figures_agree_within_a_share_of_the_graphs():
