@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from costmodels.job import TrainingJob
     from costmodels.model import ModelSpec
     from planner.constraints import Constraints
+    from planner.search.sizing import Sized
     from planner.search_report import Answer
 
 TOP = 5  # chosen: what a screen shows beside its reasons
@@ -62,7 +63,9 @@ def run(arguments: Namespace) -> int:
     model = read_model_flag(arguments)
     profile = read_hardware_flags(arguments)
     constraints = _constraints(arguments, model)
-    answer = _answer(arguments, model, profile, constraints)
+    answer = _answer(
+        _Question(arguments=arguments, model=model, profile=profile, constraints=constraints)
+    )
     _say_what_is_not_run(answer)
     if arguments.output and answer.plans:
         write_plan(best_plan(answer), arguments.output)
@@ -88,6 +91,25 @@ def _say_what_is_not_run(answer: "Answer") -> None:
         print(f"note: the native runtime does not run this job: {reason}", file=sys.stderr)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What the flags ask, but for the count of GPUs."""
+
+    arguments: Namespace
+    model: "ModelSpec"
+    profile: "HardwareProfile"
+    constraints: "Constraints"
+
+    @property
+    def node(self) -> int:
+        """GPUs of a node."""
+        return self.arguments.gpus_per_node or self.profile.gpus_per_node
+
+    def job_of(self, gpus: int) -> "TrainingJob":
+        """Return the job at a count of GPUs; a default batch follows it."""
+        return read_job(self.arguments, self.model, gpus)
+
+
 def _constraints(arguments: Namespace, model: "ModelSpec") -> "Constraints":
     """Read the constraints; only what `apply` can write is offered."""
     from costmodels.job import Target
@@ -96,98 +118,79 @@ def _constraints(arguments: Namespace, model: "ModelSpec") -> "Constraints":
     return applicable(read_constraints(arguments), Target(arguments.target), model)
 
 
-def _answer(
-    arguments: Namespace,
-    model: "ModelSpec",
-    profile: "HardwareProfile",
-    constraints: "Constraints",
-) -> "Answer":
+def _answer(asked: _Question) -> "Answer":
     """Search at one count of GPUs, at the fewest that fit, or at every count of a range."""
     from planner.search.fewest import fewest_gpus
     from planner.search.ranking import share_allowed
-    from planner.search.sizing import counts_between, sweep
+    from planner.search.sizing import counts_between
     from planner.search_report import Answer
 
-    def job_of(gpus: int) -> "TrainingJob":
-        return read_job(arguments, model, gpus)
-
-    wanted = read_gpus(arguments.gpus)
-    node = arguments.gpus_per_node or profile.gpus_per_node
+    wanted = read_gpus(asked.arguments.gpus)
     if isinstance(wanted, range):
-        sizes = sweep(
-            model,
-            job_of,
-            profile,
-            constraints,
-            counts=counts_between(wanted.start, wanted.stop, node),
-            gpus_per_node=node,
-            workers=arguments.workers,
-        )
+        sizes = _sweep(asked, counts_between(wanted.start, wanted.stop, asked.node))
         fitting = [sized.cluster.num_gpus for sized in sizes if sized.result.plans]
         return Answer(
-            model=model,
+            model=asked.model,
             found=sizes,
             smallest_gpus=min(fitting, default=None),
-            constraints=constraints,
+            constraints=asked.constraints,
         )
     if wanted is not None:
-        return _at_one_count(arguments, model, profile, constraints, wanted)
+        return _at_one_count(asked, wanted)
     fewest = fewest_gpus(
-        model,
-        job_of,
-        profile,
-        constraints,
-        share=share_allowed(constraints),
-        node=node,
-        workers=arguments.workers,
+        asked.model,
+        asked.job_of,
+        asked.profile,
+        asked.constraints,
+        share=share_allowed(asked.constraints),
+        node=asked.node,
+        workers=asked.arguments.workers,
     )
     if fewest is None:
         raise NoAnswerError("no number of GPUs fits under these constraints")
-    answer = _at_one_count(arguments, model, profile, constraints, fewest.num_gpus)
-    return replace(answer, smallest_gpus=fewest.num_gpus)
+    return replace(_at_one_count(asked, fewest.num_gpus), smallest_gpus=fewest.num_gpus)
 
 
-def _at_one_count(
-    arguments: Namespace,
-    model: "ModelSpec",
-    profile: "HardwareProfile",
-    constraints: "Constraints",
-    gpus: int,
-) -> "Answer":
+def _at_one_count(asked: _Question, gpus: int) -> "Answer":
     """Search at a count of GPUs; with `--top` the fronts too."""
     from costmodels.hardware import make_cluster
     from planner.search.pareto import memory_front
     from planner.search.ranking import search
-    from planner.search.sizing import Sized, counts_around, sweep
+    from planner.search.sizing import Sized, counts_around
     from planner.search_report import Answer
 
-    node = arguments.gpus_per_node
-    cluster = make_cluster(profile, gpus, node)
-    job = read_job(arguments, model, gpus)
-    result = search(model, job, cluster, constraints, top=arguments.top or TOP)
+    top = asked.arguments.top
+    job, cluster = asked.job_of(gpus), make_cluster(asked.profile, gpus, asked.node)
+    result = search(asked.model, job, cluster, asked.constraints, top=top or TOP)
     found = Sized(job=job, cluster=cluster, result=result)
-    answer = Answer(model=model, found=(found,), constraints=constraints)
-    if not arguments.top or not result.plans:
+    answer = Answer(model=asked.model, found=(found,), constraints=asked.constraints)
+    if not top or not result.plans:
         return answer
-    others = sweep(
-        model,
-        lambda count: read_job(arguments, model, count),
-        profile,
-        constraints,
-        counts=counts_around(gpus, node or profile.gpus_per_node),
-        gpus_per_node=node,
-        workers=arguments.workers,
-    )
+    others = _sweep(asked, counts_around(gpus, asked.node))
     return replace(
         answer,
         sizes=tuple(sorted((found, *others), key=lambda sized: sized.cluster.num_gpus)),
         memory_front=memory_front(
-            model,
+            asked.model,
             job,
             cluster,
-            constraints,
+            asked.constraints,
             best=result.plans[0],
             steps=FRONT_POINTS,
             shrink=FRONT_SHRINK,
         ),
+    )
+
+
+def _sweep(asked: _Question, counts: tuple[int, ...]) -> "tuple[Sized, ...]":
+    from planner.search.sizing import sweep
+
+    return sweep(
+        asked.model,
+        asked.job_of,
+        asked.profile,
+        asked.constraints,
+        counts=counts,
+        node=asked.node,
+        workers=asked.arguments.workers,
     )

@@ -132,6 +132,7 @@ class _Ranking:
     cutoff: float = inf
     waiting: list[tuple[float, PricedLayout]] = field(default_factory=list)
     num_solved: int = 0
+    num_named: int = 0
     num_exact: int = 0
 
     def judge(self, bound: float, priced: PricedLayout, answers: int) -> None:
@@ -149,6 +150,7 @@ class _Ranking:
             references=self.references if priced.layout.stages_per_rank > 1 else None,
         )
         self.num_solved += 1
+        self.num_named += outcome.num_named
         self.num_exact += outcome.num_exact
         open_bound = max(bound, outcome.bound)  # the row's own bound holds for every split too
         if open_bound < min(worth, outcome.seconds):
@@ -172,9 +174,9 @@ class _Ranking:
             if answers < 1:
                 self.waiting.append((bound, priced))
                 continue
-            before = self.num_solved + self.num_exact
+            before = self.num_solved + self.num_named
             self.judge(bound, priced, answers)
-            left -= (self.num_solved + self.num_exact - before) * stages
+            left -= (self.num_solved + self.num_named - before) * stages
 
     def least_open(self) -> float:
         """Return the smallest bound of what was never settled; inf when all was."""

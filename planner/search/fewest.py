@@ -59,8 +59,7 @@ def fewest_gpus(
     """
 
     def question(count: int) -> Question:
-        cluster = make_cluster(profile, count, min(node, count))
-        return model, job_of(count), cluster, constraints, share
+        return model, job_of(count), make_cluster(profile, count, node), constraints, share
 
     last = low - 1
     for count in _doubling(low, high, node):

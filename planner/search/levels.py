@@ -25,12 +25,14 @@ class Halving:
 
     Attributes:
         problem: What is split.
+        filled: Its prefix sums; None where loads do not only grow.
         counts: Numbers of recomputed layers with which some split may score within the cutoff.
         least: Scores that no split goes below with each of them.
 
     """
 
     problem: StageProblem
+    filled: "_Filled | None"
     counts: Ints
     least: Ints
 
@@ -47,20 +49,21 @@ class Halving:
         counts = np.arange(problem.least_recomputed, problem.most_recomputed + 1)
         above = largest_score(problem) if problem.cutoff is None else problem.cutoff
         if not _only_grows(problem):
-            return cls(problem=problem, counts=counts, least=np.zeros_like(counts))
+            none = np.zeros_like(counts)
+            return cls(problem=problem, filled=None, counts=counts, least=none)
         filled = _Filled.of(problem)
         counts = counts[filled.reach(counts, np.full(len(counts), above))]
         least = _least_levels(filled, counts, above) if len(counts) else counts
-        return cls(problem=problem, counts=counts, least=least)
+        return cls(problem=problem, filled=filled, counts=counts, least=least)
 
     def lightest(self) -> StageSolution | None:
         """Return a split with the smallest score of all; None where there is none, or no proof."""
         problem = self.problem
-        if not len(self.counts) or not _only_grows(problem):
+        if self.filled is None or not len(self.counts):
             return None
         best = int(np.argmin(self.least))  # of equal scores the fewest recomputed layers
         score, recomputed = int(self.least[best]), int(self.counts[best])
-        split = _Filled.of(problem).split(score, recomputed)
+        split = self.filled.split(score, recomputed)
         if not _holds(problem, split, recomputed, score):
             return None
         return StageSolution(

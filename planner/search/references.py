@@ -26,23 +26,16 @@ class References:
     costs: Costs
     by_shape: dict[Shape, tuple[Reference, ...]] = field(default_factory=dict)
 
-    def leave_open(self, priced: PricedLayout, split: Layout, cutoff: float) -> bool:
-        """Whether an even split may be faster than a cutoff, for all that references say.
+    def settle(self, priced: PricedLayout, split: Layout, cutoff: float) -> bool:
+        """Whether references say that an even split is not faster than a cutoff."""
+        known = self.by_shape.get(_shape(split), ())
+        return bool(known) and priced.referenced_seconds(split, known) >= cutoff
 
-        One that may becomes a reference itself, unless its shape has enough of them.
-        """
-        shape = (
-            SCHEDULES.index(split.schedule),
-            split.pipeline_parallel,
-            split.stages_per_rank,
-            split.num_micro_batches,
-        )
-        known = self.by_shape.get(shape, ())
-        if known and priced.referenced_seconds(split, known) >= cutoff:
-            return False
+    def add(self, priced: PricedLayout, split: Layout) -> None:
+        """Make an even split a reference, unless its shape has enough of them."""
+        known = self.by_shape.get(_shape(split), ())
         if len(known) < MOST_REFERENCES:
-            self.by_shape[shape] = (*known, priced.reference(split))
-        return True
+            self.by_shape[_shape(split)] = (*known, priced.reference(split))
 
     def bound(self, table: LayoutTable, recomputed: Values, below: Values) -> Values:
         """Raise the bound of layouts whose shape has a reference.
@@ -75,3 +68,12 @@ class References:
                 raised = bounds.seconds(rows, ranks * stages, recomputed[rows], references)
                 bound[rows] = np.maximum(bound[rows], raised)
         return bound
+
+
+def _shape(layout: Layout) -> Shape:
+    return (
+        SCHEDULES.index(layout.schedule),
+        layout.pipeline_parallel,
+        layout.stages_per_rank,
+        layout.num_micro_batches,
+    )

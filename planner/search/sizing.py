@@ -59,7 +59,7 @@ def sweep(
     constraints: Constraints,
     *,
     counts: tuple[int, ...],
-    gpus_per_node: int | None = None,
+    node: int,
     workers: int = 1,
 ) -> tuple[Sized, ...]:
     """Return the best plan at each count of GPUs, ascending.
@@ -70,14 +70,12 @@ def sweep(
         profile: The machine.
         constraints: What the user fixed.
         counts: Counts of GPUs.
-        gpus_per_node: Node size; the profile's by default.
+        node: GPUs of a node; counts above are whole nodes.
         workers: Processes that search counts side by side.
 
     """
-    node = gpus_per_node or profile.gpus_per_node
     questions = (
-        (model, job_of(count), make_cluster(profile, count, min(node, count)), constraints)
-        for count in counts
+        (model, job_of(count), make_cluster(profile, count, node), constraints) for count in counts
     )
     return tuple(mapped(_sized, questions, workers))
 

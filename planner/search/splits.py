@@ -68,7 +68,8 @@ class Outcome:
         seconds: Its exact value; inf without.
         reserved: Bytes of its fullest rank.
         bound: No other split is faster than this.
-        num_exact: Splits whose exact value was computed.
+        num_named: Splits that were looked at.
+        num_exact: Those of them whose exact value was computed.
 
     """
 
@@ -76,7 +77,16 @@ class Outcome:
     seconds: float
     reserved: float
     bound: float
+    num_named: int
     num_exact: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitting:
+    """A split that fits, with the bytes of its fullest rank."""
+
+    layout: Layout
+    reserved: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,59 +126,46 @@ def best_split(
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
         return _solved(priced, limits, cutoff, stated, answers=answers)
     split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
-    given = replace(layout, layers_per_stage=split)
+    one = _lightest(priced, replace(layout, layers_per_stage=split), limits, stated)
+    if one is None:
+        return _outcome([], inf, 1)
+    if references is not None:
+        if references.settle(priced, one.layout, cutoff):
+            return _outcome([], inf, 1)
+        references.add(priced, one.layout)
+    best = _judged(priced, one)
+    return _outcome([best], best.seconds, 1)
 
-    def is_worth(one: Layout) -> bool:
-        if references is None:
-            return True
-        # Memory first: what does not fit is not worth a simulation.
-        return limits.hold(priced.memory(one)) and references.leave_open(priced, one, cutoff)
 
-    best = _lightest(priced, given, limits, stated, is_worth=is_worth)
-    return _outcome(best, best.seconds if best else inf, 1)
-
-
-def _outcome(best: Judged | None, bound: float, num_exact: int) -> Outcome:
+def _outcome(found: list[Judged], bound: float, num_named: int) -> Outcome:
+    best = min(found, key=lambda one: one.seconds, default=None)
     return Outcome(
         layout=best.layout if best else None,
         seconds=best.seconds if best else inf,
         reserved=best.reserved if best else inf,
-        bound=bound,
-        num_exact=num_exact,
+        bound=min(bound, best.seconds) if best else bound,
+        num_named=num_named,
+        num_exact=len(found),
     )
 
 
+def _judged(priced: PricedLayout, one: _Fitting) -> Judged:
+    return Judged(layout=one.layout, seconds=priced.seconds(one.layout), reserved=one.reserved)
+
+
 def _lightest(
-    priced: PricedLayout,
-    layout: Layout,
-    limits: Limits,
-    stated: StatedSplit,
-    *,
-    least: int = 1,
-    is_worth: Callable[[Layout], bool] = lambda _: True,
-) -> Judged | None:
+    priced: PricedLayout, layout: Layout, limits: Limits, stated: StatedSplit, least: int = 1
+) -> _Fitting | None:
     """Return one split with the fewest recomputed layers that fit, None where none do.
 
-    Args:
-        priced: The models of its layout.
-        layout: The split.
-        limits: Memory.
-        stated: What the user fixed.
-        least: Fewer recomputed layers than this do not fit.
-        is_worth: Whether a layout may be of interest; asked before memory is.
-
+    Fewer than `least` do not fit.
     """
     layers = _recomputed(priced, layout, limits, stated, least)
-    candidate = replace(layout, recompute_layers=layers)
     if layers > max(layout.layers_per_stage):  # stated for a longer stage: the rules refuse it
         return None
-    if not is_worth(candidate):
-        return None
+    candidate = replace(layout, recompute_layers=layers)
     memory = priced.memory(candidate)
-    if not limits.hold(memory):
-        return None
-    seconds, reserved = priced.seconds(candidate), memory.reserved
-    return Judged(layout=candidate, seconds=seconds, reserved=reserved)
+    return _Fitting(layout=candidate, reserved=memory.reserved) if limits.hold(memory) else None
 
 
 def _recomputed(
@@ -228,44 +225,38 @@ def _solved(
     if stated.recompute_layers is not None and problem.most_recomputed:
         layers = stated.recompute_layers or problem.most_recomputed
         problem = replace(problem, least_recomputed=layers, most_recomputed=layers)
-    best: Judged | None = None
-    seconds, bound = inf, inf
+    found: list[Judged] = []
 
-    def judged(split: tuple[int, ...]) -> Judged | None:
-        worth = min(cutoff, seconds)
-        return _lightest(
-            priced,
-            replace(layout, layers_per_stage=split),
-            limits,
-            stated,
-            least=max(problem.least_recomputed, 1),  # of equal scores the solver may name more
-            is_worth=lambda one: _floor(scored, one) < worth,
-        )
+    def worth() -> float:
+        return min(cutoff, min((one.seconds for one in found), default=inf))
+
+    def judge(split: tuple[int, ...]) -> None:
+        given = replace(layout, layers_per_stage=split)
+        least = max(problem.least_recomputed, 1)  # of equal scores the solver may name more
+        one = _lightest(priced, given, limits, stated, least)
+        if one is not None and _floor(scored, one.layout) < worth():
+            found.append(_judged(priced, one))
 
     tried: tuple[int, ...] = ()
+    num_named = 0
     if len(set(problem.kind_of_layer)) > 1:
         # Of mixed layers the solver knows memory less well: the even split is a good start.
-        tried = problem.hint
-        best = judged(tried)
-        seconds = best.seconds if best else inf
-    highest = scored.score(min(cutoff, seconds))
+        tried, num_named = problem.hint, 1
+        judge(tried)
+    bound, highest = inf, scored.score(worth())
     named = ascending_splits(replace(problem, cutoff=highest))
-    known = {tried} - {()}
     for _ in range(answers):
         answer = next(named, None)
         if answer is None:
-            beyond = inf if highest is None else scored.seconds(highest + 1)
-            bound = min(beyond, seconds)
+            bound = inf if highest is None else scored.seconds(highest + 1)
             break
-        bound = min(scored.seconds(answer.bound), seconds)
-        if bound >= min(cutoff, seconds):
+        bound = scored.seconds(answer.bound)
+        if bound >= worth():
             break
-        split = answer.layers_per_stage
-        candidate = judged(split) if split not in known else None
-        known.add(split)
-        if candidate is not None and candidate.seconds < seconds:
-            best, seconds = candidate, candidate.seconds
-    return _outcome(best, min(bound, seconds), len(known))
+        if answer.layers_per_stage != tried:
+            num_named += 1
+            judge(answer.layers_per_stage)
+    return _outcome(found, bound, num_named)
 
 
 def _floor(scored: ScoredProblem, layout: Layout) -> float:

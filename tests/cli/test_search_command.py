@@ -63,6 +63,7 @@ def test_estimate_of_every_listed_layout_returns_the_same_numbers(capsys):
         words += ["--layers-per-stage", ",".join(map(str, layout["layers_per_stage"]))]
         if layout["recompute_layers"]:
             words += ["--recompute-layers", str(layout["recompute_layers"])]
+        words += ["--keep-gathered"] * layout["keep_gathered"]
         words.append(f"--{'' if layout['sequence_parallel'] else 'no-'}sequence-parallel")
         assert main(["estimate", *SMALL, "--gpus", "4", *words, "--json"]) == 0
         judged = json.loads(capsys.readouterr().out)

@@ -22,9 +22,9 @@ from planner.search.space import census, legal_table, root, space_of, unfold
 def keys(table):
     """What tells layouts apart, per row."""
     names = ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel",
-             "expert_parallel", "expert_tensor_parallel", "zero_stage", "zero_group",
-             "micro_batch_size", "num_micro_batches", "stages_per_rank", "schedule", "recompute",
-             "sequence_parallel", "context_parallel_type", "offload_optimizer",
+             "expert_parallel", "expert_tensor_parallel", "zero_stage", "keep_gathered",
+             "zero_group", "micro_batch_size", "num_micro_batches", "stages_per_rank", "schedule",
+             "recompute", "sequence_parallel", "context_parallel_type", "offload_optimizer",
              "offload_parameters", "offload_activations", "rank_order")  # fmt: skip
     return list(zip(*(getattr(table, name).tolist() for name in names), strict=True))
 
@@ -49,7 +49,8 @@ def test_the_product_of_a_dense_model_on_8_gpus_by_hand():
     space = space_of(llama_8b(), job(), cluster(8))
     degrees = 4**3  # tp, pp, cp
     batch = len(divisors(64))
-    choices = 2 * 3 * len(Schedule) * MOST_STAGES_PER_RANK * len(RANK_ORDERS) * 4 * 2
+    states = 5  # ZeRO 0 to 3, and 3 once more where gathered weights are kept
+    choices = 2 * 3 * len(Schedule) * MOST_STAGES_PER_RANK * len(RANK_ORDERS) * states * 2
     assert space.num_layouts == degrees * batch * choices * len(Recompute) * 3
 
 

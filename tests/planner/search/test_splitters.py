@@ -135,13 +135,27 @@ def test_halving_agrees_with_trying_everything(block):
     proved = 0
     for seed in range(100 * block, 100 * block + 100):
         problem = problem_of(seed)
-        answer, least = Halving.of(problem).lightest(), least_score(problem)
-        if answer is None:
-            continue
-        proved += 1
-        assert answer.score == answer.bound == least, seed
-        assert problem.score_of(answer.layers_per_stage, answer.recomputed) == least, seed
-    assert proved > 50
+        halving, least = Halving.of(problem), least_score(problem)
+        answer = halving.lightest()
+        if not len(halving.counts):  # no number of recomputed layers is within the cutoff
+            assert (answer, least) == (None, None), seed
+        elif answer is not None:
+            assert answer.score == answer.bound == least, seed
+            assert problem.score_of(answer.layers_per_stage, answer.recomputed) == least, seed
+        proved += answer is not None or not len(halving.counts)
+    assert proved > 60
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_number_of_recomputed_layers_scores_below_what_halving_says(block):
+    for seed in range(100 * block, 100 * block + 100):
+        problem = problem_of(seed)
+        halving = Halving.of(problem)
+        known = dict(zip(halving.counts.tolist(), halving.least.tolist(), strict=True))
+        for count in range(problem.least_recomputed, problem.most_recomputed + 1):
+            one = replace(problem, least_recomputed=count, most_recomputed=count)
+            least = least_score(one)
+            assert least is None or (count in known and known[count] <= least), (seed, count)
 
 
 def any_loads_of(seed):
