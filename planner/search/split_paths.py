@@ -55,11 +55,12 @@ def ascending_splits(problem: StageProblem) -> Iterator[StageSolution]:
     if _num_steps(problem) > MOST_STEPS:
         yield from _by_cp_sat(problem, named)
         return
-    counts, least = halving.counts.tolist(), halving.least.tolist()
-    # What a number of recomputed layers names next; at first its least score, and no split.
+    sums = _Sums.of(problem)
+    scores = np.maximum(halving.least, _first_news(problem, halving.counts)).tolist()
+    # What a number of recomputed layers names next; at first a score below all, and no split.
     waiting: list[tuple[int, int, Iterator[tuple[int, Split]], Split]] = [
-        (score, recomputed, _paths(problem, recomputed), ())
-        for score, recomputed in zip(least, counts, strict=True)
+        (score, recomputed, _paths(sums, recomputed, score - 1), ())
+        for score, recomputed in zip(scores, halving.counts.tolist(), strict=True)
     ]
     heapify(waiting)
     while waiting:
@@ -79,6 +80,23 @@ def _num_steps(problem: StageProblem) -> int:
     return problem.num_stages * places * places
 
 
+def _first_news(problem: StageProblem, recomputed: Ints) -> Ints:
+    """Return what splits score at least that each number of recomputed layers adds: [numbers].
+
+    Where every stage is shorter than k, recomputing k layers is recomputing k - 1: a split that k
+    adds has a stage of k layers. Most numbers add nothing within reach, and get no table.
+    """
+    if min(map(min, (*problem.cost, *problem.holds))) < 0 or min(problem.redo_cost) < 0:
+        return np.zeros_like(recomputed)  # loads may fall with one more layer
+    k = recomputed[:, None]
+    cost, holds = ([min(kinds) for kinds in of] for of in (problem.cost, problem.holds))
+    score = np.array(problem.base) + k * np.add(cost, problem.redo_cost)
+    held = np.array(problem.held) + k * np.subtract(holds, problem.saved)
+    least = np.where(held <= problem.capacity, score, _NEVER).min(axis=1)
+    news: Ints = np.where(recomputed > problem.least_recomputed, least, 0)
+    return news
+
+
 def _by_cp_sat(problem: StageProblem, named: set[Split]) -> Iterator[StageSolution]:
     from planner.search.cp_sat import solve  # noqa: PLC0415 - half a second that others save
 
@@ -90,11 +108,14 @@ def _by_cp_sat(problem: StageProblem, named: set[Split]) -> Iterator[StageSoluti
         yield answer
 
 
-def _paths(problem: StageProblem, recomputed: int) -> Iterator[tuple[int, Split]]:
-    """Yield every split with its score, ascending, at one number of recomputed layers."""
-    tables = _Tables.of(problem, recomputed)
-    level = tables.next_level(_NOTHING)
-    while level <= (_NEVER - 1 if problem.cutoff is None else problem.cutoff):
+def _paths(sums: "_Sums", recomputed: int, above: int) -> Iterator[tuple[int, Split]]:
+    """Yield splits that score above a level, ascending, at one number of recomputed layers."""
+    cutoff = sums.problem.cutoff
+    if above >= (_NEVER - 1 if cutoff is None else cutoff):
+        return
+    tables = _Tables.of(sums, recomputed)
+    level = tables.next_level(above)
+    while level <= (_NEVER - 1 if cutoff is None else cutoff):
         for split in tables.walk(level):
             yield level, split
         level = tables.next_level(level)
@@ -121,8 +142,9 @@ class _Tables:
     even: tuple[int, ...]
 
     @classmethod
-    def of(cls, problem: StageProblem, recomputed: int) -> "_Tables":
-        step = _steps(problem, recomputed)
+    def of(cls, sums: "_Sums", recomputed: int) -> "_Tables":
+        """Follow all paths at one number of recomputed layers."""
+        step, hint = sums.steps(recomputed), sums.problem.hint
         stages, places, _ = step.shape
         ahead = np.full((stages, places), _NEVER)
         ahead[0, 0] = _NOTHING
@@ -133,7 +155,7 @@ class _Tables:
         behind[stages, places - 1] = _NOTHING
         for stage in reversed(range(stages)):
             behind[stage] = np.maximum(step[stage], behind[stage + 1]).min(axis=1)
-        edges = accumulate(problem.hint) if problem.hint else (0,) * stages
+        edges = accumulate(hint) if hint else (0,) * stages
         return cls(
             step=step,
             behind=behind,
@@ -163,27 +185,52 @@ class _Tables:
         yield from onwards(0, 0, _NOTHING)
 
 
-def _steps(problem: StageProblem, recomputed: int) -> Ints:
-    """Return the score of every stage between every two edges; _NEVER where memory is short."""
-    stages = problem.num_stages
-    places = problem.num_layers - stages + 1
-    first = np.arange(stages)[:, None] + np.arange(places)
-    kinds = np.array(problem.kind_of_layer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    """What every stage scores and holds between every two edges where nothing is recomputed.
 
-    def between(per_stage: tuple[tuple[int, ...], ...]) -> Ints:
-        each = np.array(per_stage, dtype=np.int64)[:, kinds]
-        prefix = np.concatenate([np.zeros((stages, 1), dtype=np.int64), each.cumsum(axis=1)], 1)
-        before = np.take_along_axis(prefix, first, axis=1)
-        after = np.take_along_axis(prefix, first + 1, axis=1)
-        sums: Ints = after[:, None, :] - before[:, :, None]
-        return sums
+    Attributes:
+        score: [stages, i, j], edges as in `_Tables`.
+        held: The same of memory.
+        length: Layers between two edges, of which some are less than one: [i, j].
 
-    def of(per_stage: tuple[int, ...]) -> Ints:
-        return np.array(per_stage, dtype=np.int64)[:, None, None]
+    """
 
-    length = np.arange(places)[None, :] - np.arange(places)[:, None] + 1
-    redone = np.minimum(recomputed, length)
-    score = of(problem.base) + between(problem.cost) + of(problem.redo_cost) * redone
-    held = of(problem.held) + between(problem.holds) - of(problem.saved) * redone
-    step: Ints = np.where((length >= 1) & (held <= problem.capacity), score, _NEVER)
-    return step
+    problem: StageProblem
+    score: Ints
+    held: Ints
+    length: Ints
+
+    @classmethod
+    def of(cls, problem: StageProblem) -> "_Sums":
+        """Sum up each stage's layers."""
+        stages = problem.num_stages
+        places = problem.num_layers - stages + 1
+        first = np.arange(stages)[:, None] + np.arange(places)
+        kinds = np.array(problem.kind_of_layer)
+
+        def between(per_stage: tuple[tuple[int, ...], ...], base: tuple[int, ...]) -> Ints:
+            each = np.array(per_stage, dtype=np.int64)[:, kinds]
+            prefix = np.concatenate([np.zeros((stages, 1), dtype=np.int64), each.cumsum(axis=1)], 1)
+            before = np.take_along_axis(prefix, first, axis=1) - np.array(base)[:, None]
+            after = np.take_along_axis(prefix, first + 1, axis=1)
+            sums: Ints = after[:, None, :] - before[:, :, None]
+            return sums
+
+        return cls(
+            problem=problem,
+            score=between(problem.cost, problem.base),
+            held=between(problem.holds, problem.held),
+            length=np.arange(places)[None, :] - np.arange(places)[:, None] + 1,
+        )
+
+    def steps(self, recomputed: int) -> Ints:
+        """Return the score of every stage between every two edges; _NEVER where none may lie."""
+        problem = self.problem
+        redone = np.minimum(recomputed, self.length)
+        score, held = self.score, self.held
+        if recomputed:
+            score = score + np.array(problem.redo_cost)[:, None, None] * redone
+            held = held - np.array(problem.saved)[:, None, None] * redone
+        step: Ints = np.where((self.length >= 1) & (held <= problem.capacity), score, _NEVER)
+        return step
