@@ -10,7 +10,8 @@ products. So the row of place r of p ranks follows from rows of a pipeline of a 
                    gpipe: base + m * (a micro-batch)
 
 The ends of the pipeline stay ends: they exchange with one side only. With several stages per rank
-whole rounds are left out and no rank is; steps too short to be steady are run as they are.
+whole rounds are left out and no rank is: a row of two rounds fills, repeats once and drains, so it
+holds the most that any longer one does. Steps too short to be steady are run as they are.
 """
 
 from collections import Counter
@@ -18,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.layout import Layout, Schedule
-from costmodels.schedule import Action
+from costmodels.schedule import Action, PipelineShape
 from runtime.lower import actions_of
 
-# Of w and d in the shortest row: the second forward, the second put-off gradient are as all later.
+# Of w, d and rounds in the shortest row: the second forward, the second put-off gradient and the
+# second round are as all later.
 _LEAST = 2
 _ONE_STAGE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE)
 
@@ -73,10 +75,7 @@ def short_steps(layout: Layout, place: int) -> tuple[ShortStep, ...]:
     count, ranks = layout.num_micro_batches, layout.pipeline_parallel
     whole = ShortStep(pipeline_parallel=ranks, place=place, num_micro_batches=count)
     if ranks > 1 and (layout.stages_per_rank > 1 or layout.schedule not in _ONE_STAGE):
-        first = 2 * ranks + (count - 2 * ranks) % ranks
-        if first + ranks >= count:
-            return (whole,)
-        return tuple(replace(whole, num_micro_batches=m) for m in (first, first + ranks))
+        return _of_fewer_rounds(layout, whole)
     ahead, behind = min(place, _LEAST), min(ranks - 1 - place, _LEAST)
     puts_off = layout.schedule is Schedule.ZERO_BUBBLE
     first = min(ranks - 1, _LEAST * (1 + puts_off)) + 2  # the same for all ranks: messages match
@@ -89,6 +88,21 @@ def short_steps(layout: Layout, place: int) -> tuple[ShortStep, ...]:
     if puts_off and place > _LEAST:
         steps.append(_step(_LEAST + 1, behind, first + 1))
     return tuple(steps)
+
+
+def _of_fewer_rounds(layout: Layout, whole: ShortStep) -> tuple[ShortStep, ...]:
+    """Return steps of two and of three rounds; what does not fill one stays in both."""
+    shape = PipelineShape(
+        schedule=layout.schedule,
+        pipeline_parallel=layout.pipeline_parallel,
+        stages_per_rank=layout.stages_per_rank,
+        num_micro_batches=layout.num_micro_batches,
+    )
+    size = max(shape.micro_batches_per_round, shape.pipeline_parallel)
+    first = _LEAST * size + shape.num_micro_batches % size
+    if first + size >= shape.num_micro_batches:
+        return (whole,)
+    return tuple(replace(whole, num_micro_batches=m) for m in (first, first + size))
 
 
 def _step(ahead: int, behind: int, num_micro_batches: int) -> ShortStep:
