@@ -41,7 +41,6 @@ def lower(
     mesh: Mesh,
     *,
     dtype: torch.dtype | None = None,
-    capacity_factor: float = 0.0,
 ) -> Program:
     """Return what this rank runs of a plan; its parameters still lie on meta.
 
@@ -52,14 +51,12 @@ def lower(
         layout: The plan's.
         mesh: Where this rank stands.
         dtype: Of the parameters; None follows the job's precision.
-        capacity_factor: What an expert takes of a sequence, over the mean; 0 takes all.
 
     Raises:
         ValueError: The model cannot be traced, cut or split as the layout asks.
 
     """
-    lowered = lower_graph(model, job, layout, dtype=dtype, capacity_factor=capacity_factor)
-    return program_of(lowered, layout, mesh)
+    return program_of(lower_graph(model, job, layout, dtype=dtype), layout, mesh)
 
 
 def lower_graph(
@@ -70,7 +67,19 @@ def lower_graph(
     dtype: torch.dtype | None = None,
     capacity_factor: float = 0.0,
 ) -> GraphModule:
-    """Return the whole model after all passes; the same on every rank."""
+    """Return the whole model after all passes; the same on every rank.
+
+    Args:
+        model: As for `lower`.
+        job: The plan's.
+        layout: The plan's.
+        dtype: Of the parameters; None follows the job's precision.
+        capacity_factor: What an expert takes of a sequence, over the mean; 0 takes all.
+
+    Raises:
+        ValueError: The model cannot be traced, cut or split as the layout asks.
+
+    """
     dtype = dtype or compute_dtype(job)
     if isinstance(model, ModelSpec):
         model = build_model(model, seq_len=job.seq_len, dtype=dtype)

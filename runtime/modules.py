@@ -21,7 +21,7 @@ from planner.presets import is_function_reference
 from planner.rules.native_jobs import TRACED
 from runtime.capture import capture, weights_on_meta
 from runtime.described import Description, describe
-from runtime.lower import compute_dtype
+from runtime.lower import compute_dtype, lower_captured, lower_graph
 from runtime.models.same import differences
 from runtime.recorded_values import RecordedValues, recorded_values
 from runtime.recorder import recording
@@ -132,6 +132,26 @@ def module_of_plan(
     if found:
         raise ValueError(f"{reference} is not the plan's module: {found}")
     return built
+
+
+def lowered_plan(
+    plan: Plan, built: BuiltModule | None, *, capacity_factor: float = 0.0
+) -> GraphModule:
+    """Return a plan's model after all passes; the same on every rank.
+
+    Args:
+        plan: What to run.
+        built: From `module_of_plan`; its graph is consumed.
+        capacity_factor: What an expert takes of a sequence, over the mean; 0 takes all.
+
+    Raises:
+        ValueError: The model cannot be traced, cut or split as the layout asks.
+
+    """
+    job, layout = plan.job, plan.layout
+    if built is None:
+        return lower_graph(plan.model, job, layout, capacity_factor=capacity_factor)
+    return lower_captured(built.graph, job, layout, capacity_factor=capacity_factor)
 
 
 def _function(path: str, name: str) -> Any:  # noqa: ANN401  (a user's function)

@@ -18,7 +18,7 @@ from runtime.expert_bias import BiasUpdates, check_bias_updates
 from runtime.first_values import Initialiser  # noqa: TC001  (imports look alike everywhere)
 from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
-from runtime.lower import lower, lower_captured, program_of
+from runtime.lower import program_of
 from runtime.mesh import World
 from runtime.metrics import (
     WARM_UP_STEPS,
@@ -27,7 +27,7 @@ from runtime.metrics import (
     model_flops_utilisation,
     peak_memory,
 )
-from runtime.modules import module_of_plan
+from runtime.modules import lowered_plan, module_of_plan
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate, precisions
 from runtime.options import TrainingOptions
 from runtime.predicted_actions import predicted_actions
@@ -81,23 +81,14 @@ class Trainer:
         self._source = open_source(plan, options)
         self._settings = options.optimizer_settings(OptimizerSettings(kind=plan.job.optimizer))
         formats = precisions(plan.job)
-        values: Initialiser
         built = module_of_plan(plan, module, seed=options.seed, device=world.device)
-        if built is None:
-            values = normal_initialiser(options.seed, plan.model.num_layers, world.device)
-            program = lower(
-                plan.model,
-                plan.job,
-                layout,
-                self._mesh,
-                capacity_factor=options.capacity_factor,
-            )
-        else:
-            values = built.values
-            lowered = lower_captured(
-                built.graph, plan.job, layout, capacity_factor=options.capacity_factor
-            )
-            program = program_of(lowered, layout, self._mesh)
+        values: Initialiser = (
+            normal_initialiser(options.seed, plan.model.num_layers, world.device)
+            if built is None
+            else built.values
+        )
+        lowered = lowered_plan(plan, built, capacity_factor=options.capacity_factor)
+        program = program_of(lowered, layout, self._mesh)
         self._states = ShardedStates(program, self._mesh, formats, initialise=values)
         self.executor = Executor(program, self._mesh, self._states, trace=self._trace)
         self.optimizer = ShardedOptimizer(self._states, self._settings, checks_norm=True)

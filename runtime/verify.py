@@ -17,8 +17,8 @@ from costmodels.schedule import Action, ActionKind, ScheduleTable
 from costmodels.units import GIB
 from planner.plan import Plan
 from runtime.dry_run import RankRun, dry_run
-from runtime.lower import lower_captured, lower_graph, rows_of
-from runtime.modules import module_of_plan
+from runtime.lower import rows_of
+from runtime.modules import lowered_plan, module_of_plan
 from runtime.rank_roles import rank_roles
 from runtime.trackers import Message
 
@@ -110,12 +110,7 @@ def verify(plan: Plan, module: str | None = None) -> VerifyReport:
 
     """
     layout = plan.layout
-    built = module_of_plan(plan, module)
-    lowered = (
-        lower_graph(plan.model, plan.job, layout)
-        if built is None
-        else lower_captured(built.graph, plan.job, layout)
-    )
+    lowered = lowered_plan(plan, module_of_plan(plan, module))
     # A dry run gives all experts equal shares; the estimate's margin for uneven ones is left out.
     job = replace(plan.job, switches=replace(plan.job.switches, balanced_routing=True))
     memory = estimate_memory(plan.model, job, plan.cluster, layout)
