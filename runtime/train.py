@@ -55,11 +55,8 @@ def run(
         options = parse_options(sys.argv[1:], plan_path.parent)
         plan = read_plan(plan_path)
         check_choices(plan, choices)
+        check_options(plan, options, module)
         if options.check:
-            precisions(plan.job)
-            check_reference(plan, module)
-            check_bias_updates(plan, options.bias_update_rate)
-            check_capacity(plan, options.capacity_factor)
             open_source(plan, options)
             return 0
         check_world_size(plan)
@@ -129,6 +126,19 @@ def check_choices(plan: Plan, choices: Mapping[str, object]) -> None:
                 f"train.py says {name} = {shown!r}, plan.json says {planned!r}; run planner apply "
                 "again to change the plan"
             )
+
+
+def check_options(plan: Plan, options: TrainingOptions, module: str | None) -> None:
+    """Refuse what a plan cannot be trained with, before processes meet.
+
+    Raises:
+        ValueError: The runtime does not have the plan's formats, or a flag does not suit its model.
+
+    """
+    precisions(plan.job)
+    check_reference(plan, module)
+    check_bias_updates(plan, options.bias_update_rate)
+    check_capacity(plan, options.capacity_factor)
 
 
 def check_world_size(plan: Plan) -> None:

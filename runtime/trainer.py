@@ -10,11 +10,11 @@ from torch import Tensor
 
 from planner.plan import Plan
 from runtime import collectives
-from runtime.capacity import DroppedShares, check_capacity
+from runtime.capacity import DroppedShares
 from runtime.context import context_share
 from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
 from runtime.executor import Executor
-from runtime.expert_bias import BiasUpdates, check_bias_updates
+from runtime.expert_bias import BiasUpdates
 from runtime.first_values import Initialiser  # noqa: TC001  (imports look alike everywhere)
 from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
@@ -56,7 +56,7 @@ class Trainer:
 
         Args:
             plan: What to run.
-            options: The script's flags.
+            options: The script's flags, which suit the plan (`train.check_options`).
             world: All ranks.
             module: `package.module:function` where the plan is of a traced module.
 
@@ -65,8 +65,6 @@ class Trainer:
 
         """
         layout = plan.layout
-        check_bias_updates(plan, options.bias_update_rate)
-        check_capacity(plan, options.capacity_factor)
         self.step = 0
         self._plan = plan
         self._options = options

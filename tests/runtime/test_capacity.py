@@ -161,10 +161,3 @@ def test_train_logs_what_it_drops_and_drops_nothing_unasked(tmp_path):
     assert nothing == [None, None]
     assert all(0.4 < share < 1 for share in much)
     assert none_in_effect == [0.0, 0.0]
-
-
-def test_a_capacity_without_experts_is_refused(tmp_path):
-    folder = write(plan(2, data_parallel=2), tmp_path / "run")
-    failed = launch(folder, "--steps", "2", "--synthetic", "--capacity-factor", "1.5")
-    assert failed.returncode == 2
-    assert "--capacity-factor 1.5: small has no experts" in failed.stderr

@@ -19,6 +19,7 @@ from costmodels.model import ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.emit.native import emit_native
 from planner.plan import Plan, SolverStatus
+from runtime import train
 from runtime.metrics import FINISHED, UNFINISHED
 from runtime.train import check_choices, check_world_size
 
@@ -215,6 +216,26 @@ def test_train_refuses_a_world_that_is_not_the_plans(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match="for 4 ranks, this job has 8"):
         check_world_size(plan(4, data_parallel=2, tensor_parallel=2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--capacity-factor 1.5", "--capacity-factor 1.5: small has no experts"),
+        ("--bias-update-rate 0.001 --check", "small has no routers that correct their choice"),
+    ],
+)
+def test_flags_that_do_not_suit_the_model_are_refused_before_ranks_meet(
+    flags, message, tmp_path, monkeypatch, capsys
+):
+    folder = write(plan(2, data_parallel=2), tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    monkeypatch.setattr(train, "join", None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.run(folder / "plan.json", {}, train=print) == train.WRONG_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
 
 
 def test_choices_that_disagree_with_the_plan_are_refused_by_name():
