@@ -18,6 +18,7 @@ Shapes: B sequences, S of their tokens on this rank, k experts per token.
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -44,10 +45,25 @@ def kept_choices(experts: Tensor, num_experts: int, factor: float, mesh: Mesh) -
         [context_positions(shares.shape[1], mesh.layout, rank) for rank in range(mesh.size("cp"))]
     ).to(experts.device)
     whole = torch.empty_like(shares).index_copy_(1, places, shares)
-    capacity = math.ceil(factor * whole.shape[1] * whole.shape[2] / num_experts)
+    capacity = capacity_of(factor, whole.shape[1] * whole.shape[2], num_experts)
     kept = _turns(whole.flatten(1), num_experts).view(whole.shape) < capacity
     own = kept.index_select(1, places).chunk(mesh.size("cp"), 1)[mesh.coordinate("cp")]
     return own.narrow(1, part * mesh.coordinate("tp"), part)
+
+
+def capacity_of(factor: float, num_choices: int, num_experts: int) -> int:
+    """Return how many of a sequence's choices an expert takes.
+
+    The factor is taken as it is written: 1.1 of 50 is 55, where 1.1 * 50 is a little more in binary
+    and would be rounded up to 56.
+
+    Args:
+        factor: Capacity over the mean number of choices per expert.
+        num_choices: Tokens of the sequence times experts per token.
+        num_experts: All there are.
+
+    """
+    return math.ceil(Fraction(str(factor)) * num_choices / num_experts)
 
 
 def _side_by_side(experts: Tensor, mesh: Mesh, axis: str) -> Tensor:

@@ -80,11 +80,12 @@ def dispatched_experts(
         choice = weights.view(lead), scores.view(lead), experts.view(lead)
         weights = balanced(*choice, routing.balance * token_weight, mesh).flatten(0, -2)
     chosen = experts.flatten()
-    kept = None
+    num_dropped = 0
     if capacity and mesh is not None:
         kept = kept_choices(experts.view(*x.shape[:-1], -1), len(router), capacity, mesh).flatten()
+        num_dropped = len(kept) - int(kept.sum())  # waits for the device: rows are cut to the rest
         if dropped is not None:
-            dropped += torch.stack(((~kept).sum(), torch.ones_like(chosen).sum()))
+            dropped += torch.tensor((num_dropped, len(kept)), device=dropped.device)
         chosen = chosen.where(kept, len(router))  # behind all others
     order = chosen.argsort(stable=True)
     inverse = order.argsort()
@@ -92,16 +93,15 @@ def dispatched_experts(
     if load is not None:
         load.add_(_counts(experts.flatten(), len(router)))
     rows = spread(tokens, order, inverse)
-    num_left = 0 if kept is None else int((~kept).sum())
-    if num_left:
-        rows = rows.narrow(0, 0, len(chosen) - num_left)
+    if num_dropped:
+        rows = rows.narrow(0, 0, len(chosen) - num_dropped)
     if mesh is None or mesh.size("ep") * mesh.size("etp") == 1:
         answers = _compute(rows, gate_up, down, local_counts(counts, len(rows)))
     else:
         traffic = meet(counts, len(rows), mesh)
         answers = _visit(rows, gate_up, down, traffic, mesh)
-    if num_left:
-        answers = F.pad(answers, (0, 0, 0, num_left))
+    if num_dropped:
+        answers = F.pad(answers, (0, 0, 0, num_dropped))
     by_token = torch.unflatten(take(answers, inverse), 0, (len(tokens), -1))
     weighed = by_token * weights.to(by_token.dtype).unsqueeze(-1)
     return weighed.sum(1).view(x.shape)

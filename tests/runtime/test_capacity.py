@@ -18,6 +18,7 @@ from runtime.executor import Executor
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph, program_of
 from runtime.models.feed_forward import RoutedFeedForward
+from runtime.ops.capacity import capacity_of
 from runtime.zero import Precisions, ShardedStates
 
 TOLERANCE = 1e-5
@@ -124,6 +125,22 @@ def run_of(world, case):
             error = (bucket.gradients[segment.place] - piece_of(segment, whole, mesh)).abs().max()
             worst = larger(worst, float(error) / max(float(whole.abs().max()), 1e-3))
     return [loss, worst, shares.step(), shares.step()]
+
+
+@pytest.mark.parametrize(
+    ("factor", "num_choices", "num_experts", "taken"),
+    [
+        (1.0, 32, 4, 8),
+        (0.75, 32, 4, 6),
+        (1.25, 30, 4, 10),  # 9.375
+        (1.1, 200, 4, 55),  # exactly 55; 1.1 * 200 / 4 is a little more in binary
+        (1e-05, 32, 4, 1),
+    ],
+)
+def test_an_expert_takes_the_factor_times_its_share_rounded_up(
+    factor, num_choices, num_experts, taken
+):
+    assert capacity_of(factor, num_choices, num_experts) == taken
 
 
 def test_every_layout_drops_what_a_loop_over_tokens_drops():
