@@ -125,8 +125,9 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         "--capacity-factor",
         type=_rate,
         default=0.0,
-        metavar="X",
-        help="experts drop what a sequence sends them over X times the mean (0: drop nothing)",
+        metavar="F",
+        help="an expert takes up to F times the mean number of choices per expert of each sequence "
+        "and drops the rest (0: takes all)",
     )
     add("--trace", type=_count, default=0, metavar="N", help="steps to draw in trace.json (0)")
     add("--check", action="store_true", help="read plan, flags and data, then stop")
