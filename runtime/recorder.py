@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 
@@ -36,6 +36,12 @@ _CHANGES = frozenset(
         _aten.clamp_.default,
     }
 )
+# With a number in place of a tensor without dimensions, which may change later.
+_WITH_A_NUMBER: Mapping[Any, Any] = {
+    _aten.fill_.Tensor: _aten.fill_.Scalar,
+    _aten.copy_.default: _aten.fill_.Scalar,
+}
+_COMMUTES = frozenset({_aten.mul.Tensor, _aten.add.Tensor})
 # What makes other memory of the same values, and the change that is made on the way.
 _COPIES: Mapping[Any, Any] = {
     _aten.clone.default: None,
@@ -136,8 +142,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self, func: Any, written: list[Tensor], args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         target, *others = written
-        operands = _tensors((args[1:], named))
         named.pop("generator", None)
+        args, named = tree_map(_number, (args, named))
+        operands = _tensors((args[1:], named))
+        if not operands and func in _WITH_A_NUMBER:
+            func, args = _WITH_A_NUMBER[func], args[:2]
         if func is _aten.copy_.default and _is_whole(target) and _fills(operands, target):
             self._copy(target, operands[0])
         elif (
@@ -156,6 +165,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         sources = [tensor for tensor in _tensors((args, named)) if tensor.is_meta]
         read = {_identity(tensor) for tensor in sources}
         known = [self._memories[key] for key in read if key in self._memories]
+        args = tree_map(_number, args)
+        if func in _COMMUTES and len(args) > 1 and not named and not isinstance(args[0], Tensor):
+            args = args[1::-1]
         packet = func.overloadpacket
         for made in _tensors(result):
             if not made.is_meta or _identity(made) in read:
@@ -236,6 +248,12 @@ def _written(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list
 def _tensors(values: Any) -> list[Tensor]:
     leaves: Iterable[Any] = tree_leaves(values)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a tensor without dimensions holds, and anything else as it is."""
+    is_number = isinstance(value, Tensor) and not value.dim() and not value.is_meta
+    return value.item() if is_number else value
 
 
 def _identity(tensor: Tensor) -> int:
