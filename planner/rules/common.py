@@ -113,7 +113,7 @@ GRID_RULES: tuple[Rule, ...] = (
         says="gathered weights are kept over a step (--keep-gathered) where --zero 3 gathers them "
         "from other GPUs; this is --zero {zero_stage}, --offload {offload}",
         given=("keep_gathered", "zero_stage", "offload"),
-        blames=("keep_gathered", "zero_stage"),
+        blames=("keep_gathered", "zero_stage", "offload"),
     ),
     Rule(
         name="offloaded_parameters_are_sharded",
