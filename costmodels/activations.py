@@ -1,4 +1,4 @@
-"""Activations of one layer on one rank, by recompute policy, and of head and loss.
+"""Activations of one layer on one rank, by recompute policy.
 
 The formulas (`costmodels.formulas.activations`) give bytes by what keeps them; a policy is the set
 of parts that it drops. Everything takes a LayoutTable and returns one value per layout.
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from costmodels.compiled.activations import LayerActivations, layer_activations
 from costmodels.job import Precision, TrainingJob
-from costmodels.layout import Recompute
-from costmodels.layout_table import RECOMPUTES, LayoutTable
+from costmodels.layout import Recompute, Schedule
+from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.states import LOW_PRECISIONS, padded_vocab_size
-from costmodels.targets import BEHAVIOURS, FrameworkBehaviour, works_on_whole_logits
+from costmodels.states import LOW_PRECISIONS
+from costmodels.targets import BEHAVIOURS, FrameworkBehaviour
 
 Column = NDArray[np.float64]
 
@@ -34,6 +34,7 @@ UNFUSED_NORM_BYTES = 6
 ROUTER_BYTES = 11
 # chosen: the fullest expert-parallel rank beyond its fair share where routing is not evened out.
 EXPERT_IMBALANCE = 1.2
+_PUTS_OFF = [SCHEDULES.index(s) for s in (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,9 @@ class LayerBytes:
         kept: Until backward, where the layer is not recomputed in full.
         recomputed: Where it is: its input alone.
         everything: What full recomputation brings back for one layer at a time.
+        put_off: Kept between a split backward's halves, where the layer is not recomputed in full.
+        put_off_again: The same where it is.
+        waiting: The least per micro-batch in flight where it is not: `kept`, or `put_off`.
         transient: Gradients alive at once in backward.
 
     """
@@ -51,6 +55,9 @@ class LayerBytes:
     kept: Column
     recomputed: Column
     everything: Column
+    put_off: Column
+    put_off_again: Column
+    waiting: Column
     transient: Column
 
 
@@ -78,12 +85,24 @@ def layer_bytes(
     selected = modules or BEHAVIOURS[job.target].selective_modules
     selective = _selective(parts, everything, selected, table)
     is_selective = table.recompute == RECOMPUTES.index(Recompute.SELECTIVE)
+    kept = np.where(is_selective, selective, everything)
+    operands = np.broadcast_to(parts.linear_operands, len(table)).astype(np.float64)
+    operands_alone = BEHAVIOURS[job.target].puts_off_operands_alone
+    put_off = operands if operands_alone else kept
     return LayerBytes(
-        kept=np.where(is_selective, selective, everything),
+        kept=kept,
         recomputed=np.broadcast_to(parts.layer_input, len(table)).astype(np.float64),
         everything=everything,
+        put_off=put_off,
+        put_off_again=operands + parts.layer_input if operands_alone else everything,
+        waiting=np.where(puts_off(table), np.minimum(kept, put_off), kept),
         transient=np.broadcast_to(parts.backward_transient, len(table)).astype(np.float64),
     )
+
+
+def puts_off(table: LayoutTable) -> NDArray[np.bool_]:
+    """Tell which layouts may run weight gradients later than input gradients."""
+    return np.isin(table.schedule, _PUTS_OFF)
 
 
 def _sum(parts: LayerActivations) -> Column:
@@ -227,55 +246,3 @@ def _imbalance(job: TrainingJob, table: LayoutTable) -> Column:
     """Return the fullest rank's share of routed tokens over the fair one."""
     factor = 1.0 if job.switches.balanced_routing else EXPERT_IMBALANCE
     return np.where(table.expert_parallel > 1, factor, 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadBytes:
-    """Bytes of final norm, head and loss of one micro-batch on the last stage.
-
-    Attributes:
-        norm: Input and output of the final norm, until backward.
-        saved: Logits that stay until backward.
-        peak: Logits and their gradients at the worst moment of the loss, `saved` included.
-        gradient: The gradient of the logits in the activations' format, while the head runs
-            backward.
-
-    """
-
-    norm: Column
-    saved: Column
-    peak: Column
-    gradient: Column
-
-
-def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBytes:
-    """Return the bytes of final norm, head and loss.
-
-    The vocabulary is cut over the tensor axis. A chunked loss holds one chunk of the logits, an
-    eighth of a sequence, and nothing until backward but the gradient of the head's input.
-    """
-    behaviour = BEHAVIOURS[job.target]
-    tokens = tokens_per_rank(job, table)
-    shards = np.where(table.sequence_parallel == 1, table.tensor_parallel, 1)
-    stream = element_bytes(job) * tokens * model.hidden_size / shards
-    is_eager = behaviour.compiles_loss and job.switches.compile is False
-    fused = job.switches.fused_cross_entropy and not is_eager
-    vocab_shards = 1 if works_on_whole_logits(job) else table.tensor_parallel
-    vocab = padded_vocab_size(model, job, table.tensor_parallel) / vocab_shards
-    per_logit = np.full(
-        len(table), behaviour.fused_logit_peak_bytes if fused else behaviour.logit_peak_bytes
-    )
-    if behaviour.uncut_logit_peak_bytes is not None:
-        is_cut = table.tensor_parallel > 1
-        per_logit = np.where(is_cut, per_logit, behaviour.uncut_logit_peak_bytes)
-    chunk = 1 / CHUNKS_OF_LOSS if job.chunked_loss else 1.0
-    saved = 0.0 if job.chunked_loss else behaviour.logit_saved_bytes
-    return HeadBytes(
-        norm=(3 if job.chunked_loss else 2) * stream,
-        saved=saved * tokens * vocab,
-        peak=per_logit * tokens * vocab * chunk,
-        gradient=element_bytes(job) * tokens * vocab * chunk,
-    )
-
-
-CHUNKS_OF_LOSS = 8  # chosen: as torchtitan's and Liger's chunked losses split a sequence

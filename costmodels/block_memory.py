@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.activations import HeadBytes, LayerBytes, head_bytes, layer_bytes
+from costmodels.activations import LayerBytes, layer_bytes
 from costmodels.framework_memory import communicator_bytes
 from costmodels.hardware import Cluster
+from costmodels.head_activations import HeadBytes, head_bytes
 from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
 from costmodels.model import LayerKind, ModelSpec

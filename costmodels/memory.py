@@ -26,11 +26,11 @@ from costmodels.layout import Layout, Offload
 from costmodels.layout_table import table_of
 from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
+from costmodels.moments import rank_moments
 from costmodels.rank_memory import (
     blocks_of_rank,
     fullest_moment,
     kept_by_stage,
-    rank_moments,
     telling_ranks,
 )
 from costmodels.stage_memory import EndMemory, LayerMemory, StageMemory
@@ -184,10 +184,13 @@ def _host_per_node(
         held = blocks_of_rank(model, layout, blocks, stages)
         share = sum(count * float(block.host[0]) for block, count in held)
         if Offload.ACTIVATIONS in layout.offload:
-            moment = rank_moments(layout)[rank][0]
+            fullest = max(rank_moments(layout)[rank], key=lambda moment: moment.in_flight)
             on_gpu = replace(layout, offload=())
             sizes = [kept_by_stage(model, on_gpu, blocks, stage) for stage in stages]
-            share += sum(count * size for count, size in zip(moment, sizes, strict=True))
+            share += sum(
+                (waiting + later) * size.until_input
+                for size, waiting, later in zip(sizes, *fullest[:2], strict=True)
+            )
         shares.append(share)
     return max(shares) * min(cluster.gpus_per_node, cluster.num_gpus)
 
@@ -246,7 +249,7 @@ def stage_memory(
     by_kind = {
         kind: LayerMemory(
             states=float(states.total[0]),
-            kept=float(kept.kept[0]) * stays,
+            kept=float(kept.waiting[0]) * stays,
             recomputed=float(kept.recomputed[0]) * stays,
         )
         for kind, states, kept in zip(
@@ -261,7 +264,7 @@ def stage_memory(
         embedding=EndMemory(states=float(blocks.embedding.total[0]), kept=0.0, transient=0.0),
         head=EndMemory(
             states=float(blocks.head.total[0]),
-            kept=float(logits.norm[0] + logits.saved[0]) * grown,
+            kept=float(logits.norm[0] + logits.waiting[0]) * grown,
             transient=float(blocks.head_transient[0]) * grown,
         ),
         boundary=float(moving.boundary[0]) * grown,

@@ -41,11 +41,11 @@ class BlockBytes:
 
     Attributes:
         states: Of a layer, one column per kind.
-        kept: Per micro-batch in flight of a layer, one column per kind.
+        kept: The least per micro-batch in flight of a layer, one column per kind.
         embedding: States before the first layer.
         head: States after the last layer.
         head_kept: Per micro-batch in flight, input and output of the final norm.
-        logits_kept: Per micro-batch that waits for its backward pass on the last stage.
+        logits_kept: The least per micro-batch that waits on the last stage.
         boundary: Per micro-batch in flight of a stage but the last, its output.
         head_moment: While loss or head run, all beside layers and states.
         layer_moment: While a layer runs backward, all beside layers and states.
@@ -119,8 +119,10 @@ def block_bytes(
     is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
     stays = grown * (table.offload_activations == 0)
     moving = blocks.transients
-    kept = [np.where(is_full, layer.recomputed, layer.kept) * stays for layer in blocks.layer_bytes]
-    extra = [layer.everything - layer.recomputed for layer in blocks.layer_bytes]
+    kept = [
+        np.where(is_full, layer.recomputed, layer.waiting) * stays for layer in blocks.layer_bytes
+    ]
+    extra = [layer.waiting - layer.recomputed for layer in blocks.layer_bytes]
     brought_back = np.where(is_full & brings_back, np.minimum.reduce(extra), 0.0) * (stays > 0)
     outside = context_bytes(cluster) + job.memory_taken + blocks.communication + moving.gathered
     logits = blocks.head_bytes
@@ -130,7 +132,7 @@ def block_bytes(
         embedding=blocks.embedding.total,
         head=blocks.head.total,
         head_kept=logits.norm * grown,
-        logits_kept=logits.saved * grown,
+        logits_kept=logits.waiting * grown,
         boundary=moving.boundary * grown,
         head_moment=outside + grown * (blocks.head_transient + logits.saved),
         layer_moment=outside + grown * (moving.layers + brought_back),

@@ -8,65 +8,26 @@ Moments, of which the largest counts:
     end     states + activations of other micro-batches + gradients of the embedding
     step    states + what the optimizer needs beside them; no activations
 
-How many micro-batches are in flight is read off the schedule's own table.
+How many micro-batches are in flight is read off the schedule's own table. Where that splits
+backwards, what recomputing a layer brought back stays from the input gradient to the weight
+gradient, and so does the gradient of the logits, in place of the logits.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from costmodels.block_memory import BlockMemory
 from costmodels.job import Optimizer, TrainingJob
-from costmodels.layout import Layout, Offload, Recompute, Schedule
+from costmodels.layout import Layout, Offload, Recompute
 from costmodels.model import ModelSpec
-from costmodels.schedule import held_moments
+from costmodels.moments import Moment, covered_by_the_one_before
 from costmodels.states import BlockStates, bytes_per_weight
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryParts
 
-Moments = tuple[tuple[int, ...], ...]
-
 LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
 FP32_BYTES = 4
-
-
-def rank_moments(layout: Layout) -> tuple[Moments, ...]:
-    """Return, per pipeline rank, the moments that may be its fullest.
-
-    A moment tells how many micro-batches each of the rank's stages holds, in model order; moments
-    that hold no more than another in any stage are left out.
-    """
-    return _moments_of_shape(
-        layout.schedule,
-        layout.pipeline_parallel,
-        layout.stages_per_rank,
-        layout.num_micro_batches,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _moments_of_shape(
-    schedule: Schedule, pipeline_parallel: int, stages_per_rank: int, num_micro_batches: int
-) -> tuple[Moments, ...]:
-    """Layouts of one shape share their moments, and a search asks for many of a shape."""
-    held = held_moments(schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
-    return tuple(_maximal(moments.until_weight) for moments in held)
-
-
-def _maximal(rows: NDArray[np.int64]) -> Moments:
-    """Return the rows that no other row exceeds everywhere."""
-    kept = np.empty_like(rows)
-    number = 0
-    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not (row <= kept[:number]).all(axis=1).any():
-            kept[number] = row
-            number += 1
-    return tuple(tuple(row) for row in kept[:number].tolist())
 
 
 def telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -75,12 +36,7 @@ def telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     Left out is a rank with the layers of the one before it, neither with embedding nor head, that
     at no moment holds more micro-batches than that one does at some.
     """
-    covered = _covered_by_the_one_before(
-        layout.schedule,
-        layout.pipeline_parallel,
-        layout.stages_per_rank,
-        layout.num_micro_batches,
-    )
+    covered = covered_by_the_one_before(layout)
     sizes = [
         [_layers_of_stage(model, layout, stage) for stage in layout.stages_of_rank(rank)]
         for rank in range(layout.pipeline_parallel)
@@ -93,20 +49,6 @@ def telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     )
 
 
-@lru_cache(maxsize=1024)
-def _covered_by_the_one_before(
-    schedule: Schedule, pipeline_parallel: int, stages_per_rank: int, num_micro_batches: int
-) -> tuple[bool, ...]:
-    moments = _moments_of_shape(schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
-    arrays = [np.array(of_rank) for of_rank in moments]
-
-    def covers(before: NDArray[np.int64], mine: NDArray[np.int64]) -> bool:
-        is_less = np.all(mine[:, None] <= before, axis=2)
-        return bool(np.all(np.any(is_less, axis=1)))
-
-    return (False, *(covers(before, mine) for before, mine in pairwise(arrays)))
-
-
 def fullest_moment(
     model: ModelSpec,
     job: TrainingJob,
@@ -114,7 +56,7 @@ def fullest_moment(
     blocks: BlockMemory,
     *,
     rank: int,
-    moments: Moments,
+    moments: Sequence[Moment],
 ) -> tuple[MemoryParts, float]:
     """Return a pipeline rank's parts at the largest of its moments, and the step's own bytes.
 
@@ -123,41 +65,17 @@ def fullest_moment(
     stages = layout.stages_of_rank(rank)
     held = blocks_of_rank(model, layout, blocks, stages)
     states = _states_of_rank(held, blocks)
-    per_micro_batch = [kept_by_stage(model, layout, blocks, stage) for stage in stages]
-    moving, logits = blocks.transients, blocks.head_bytes
-    saved, norm = float(logits.saved[0]), float(logits.norm[0])
-    backward = float(
-        (moving.recompute if _recomputes_whole_stage(layout, stages) else moving.layers)[0]
-    )
-    has_head = layout.num_stages - 1 in stages
-    if has_head:
-        backward += float(moving.after_head[0])
+    kept = [kept_by_stage(model, layout, blocks, stage) for stage in stages]
     late = sum(count * float(block.late_gradients[0]) for block, count in held)
     step = _step_bytes(job, held)
-    found = [_Moment(transient=step + late)]
+    found = [_Load(transient=step + late)]
     for moment in moments:
-        kept = sum(count * size for count, size in zip(moment, per_micro_batch, strict=True))
-        waiting = moment[-1] if has_head else 0
-        activations = kept + waiting * norm
-        behind = max(waiting - 1, 0) * saved
-        found.append(_Moment(activations=activations, logits=behind, transient=backward))
-        if waiting:
-            loss, gradient = float(logits.peak[0]), float(logits.gradient[0])
-            always, head = float(moving.always[0]), float(moving.head[0])
-            found += [
-                _Moment(activations=activations, logits=behind + loss, transient=always),
-                _Moment(activations=activations, logits=behind + gradient, transient=head),
-            ]
-        if 0 in stages and moment[0]:
-            reduced = late - float(blocks.embedding.late_gradients[0])
-            found.append(
-                _Moment(
-                    activations=activations - per_micro_batch[0],
-                    logits=behind,
-                    transient=float(moving.embedding[0]) + reduced,
-                    released=float(moving.released[0]),
-                )
-            )
+        waiting = _waiting_load(layout, blocks, stages, kept, moment)
+        found.append(waiting.plus(transient=_layers_backward(layout, blocks, stages, moment)))
+        if layout.num_stages - 1 in stages:
+            found += _head_loads(blocks, waiting, moment)
+        if 0 in stages and (moment.until_input[0] or moment.put_off[0]):
+            found.append(_embedding_load(blocks, waiting, kept[0], moment, late=late))
     fullest = max(found, key=lambda one: one.total)
     parts = replace(
         states,
@@ -169,10 +87,10 @@ def fullest_moment(
     return parts, step
 
 
-class _Moment(NamedTuple):
+class _Load(NamedTuple):
     """What a rank holds at one moment besides its states, and weights that it let go of."""
 
-    transient: float
+    transient: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
     released: float = 0.0
@@ -180,6 +98,77 @@ class _Moment(NamedTuple):
     @property
     def total(self) -> float:
         return self.activations + self.logits + self.transient - self.released
+
+    def plus(self, *, transient: float, logits: float = 0.0) -> "_Load":
+        return self._replace(transient=self.transient + transient, logits=self.logits + logits)
+
+
+class Kept(NamedTuple):
+    """Bytes that one micro-batch keeps in the layers of a stage: until its I or B, and then."""
+
+    until_input: float
+    put_off: float
+
+
+def _waiting_load(
+    layout: Layout,
+    blocks: BlockMemory,
+    stages: Sequence[int],
+    kept: Sequence[Kept],
+    moment: Moment,
+) -> _Load:
+    """Return what micro-batches keep that wait; the logits of one are at work, not waiting."""
+    activations = 0.0
+    for size, waiting, later in zip(kept, moment.until_input, moment.put_off, strict=True):
+        activations += waiting * size.until_input + later * size.put_off
+    if layout.num_stages - 1 not in stages:
+        return _Load(activations=activations)
+    head, waiting, later = blocks.head_bytes, moment.until_input[-1], moment.put_off[-1]
+    return _Load(
+        activations=activations + (waiting + later) * float(head.norm[0]),
+        logits=max(waiting - 1, 0) * float(head.saved[0]) + later * float(head.gradient[0]),
+    )
+
+
+def _layers_backward(
+    layout: Layout, blocks: BlockMemory, stages: Sequence[int], moment: Moment
+) -> float:
+    """Return what comes and goes while layers run backward.
+
+    What an I brings back stays, so that it counts with what waits for weight gradients.
+    """
+    moving = blocks.transients
+    brings_back = moment.before_b and _recomputes_whole_stage(layout, stages)
+    backward = float((moving.recompute if brings_back else moving.layers)[0])
+    has_head = layout.num_stages - 1 in stages
+    return backward + (float(moving.after_head[0]) if has_head else 0.0)
+
+
+def _head_loads(blocks: BlockMemory, waiting: _Load, moment: Moment) -> list[_Load]:
+    """Return the moments of loss and head: of a micro-batch at work, or of its put-off part."""
+    moving, head, found = blocks.transients, blocks.head_bytes, []
+    of_head = float(moving.head[0])
+    if moment.until_input[-1]:
+        loss, gradient = float(head.peak[0]), float(head.gradient[0])
+        found.append(waiting.plus(transient=float(moving.always[0]), logits=loss))
+        found.append(waiting.plus(transient=of_head, logits=gradient))
+    if moment.put_off[-1]:
+        found.append(waiting.plus(transient=of_head))
+    return found
+
+
+def _embedding_load(
+    blocks: BlockMemory, waiting: _Load, kept: Kept, moment: Moment, *, late: float
+) -> _Load:
+    """Return the moment of the embedding's gradient: the layers' activations are gone."""
+    mine = kept.put_off if moment.put_off[0] else kept.until_input
+    moving = blocks.transients
+    reduced = late - float(blocks.embedding.late_gradients[0])
+    return waiting._replace(
+        activations=waiting.activations - mine,
+        transient=float(moving.embedding[0]) + reduced,
+        released=float(moving.released[0]),
+    )
 
 
 def _layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[int, int]:
@@ -221,7 +210,7 @@ def blocks_of_rank(
     return held
 
 
-def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int) -> float:
+def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int) -> Kept:
     """Return what one micro-batch keeps in the layers of a stage; offloading leaves two layers."""
     counts = _layers_of_stage(model, layout, stage)
     redone = 0
@@ -231,18 +220,23 @@ def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: 
         kind.has_experts: size for kind, size in zip(blocks.kinds, blocks.layer_bytes, strict=True)
     }
     kept: list[tuple[float, int]] = []
+    put_off = 0.0
     for has_experts, count in zip((False, True), counts, strict=True):
         if count:
             again = min(redone, count)
             redone -= again
             size = by_kind[has_experts]
             kept += [(float(size.recomputed[0]), again), (float(size.kept[0]), count - again)]
+            put_off += again * float(size.put_off_again[0])
+            put_off += (count - again) * float(size.put_off[0])
     is_last = stage == layout.num_stages - 1
     output = 0.0 if is_last else float(blocks.transients.boundary[0])
     if Offload.ACTIVATIONS in layout.offload:
         each = sorted(size for size, count in kept for _ in range(count))
-        return sum(each[-LAYERS_BEING_MOVED:]) + output
-    return sum(size * count for size, count in kept) + output
+        held = sum(each[-LAYERS_BEING_MOVED:])
+    else:
+        held = sum(size * count for size, count in kept)
+    return Kept(until_input=held + output, put_off=put_off + output)
 
 
 def _recomputes_whole_stage(layout: Layout, stages: Sequence[int]) -> bool:

@@ -3,20 +3,22 @@
 Reserved bytes of a pipeline rank at one moment are linear in its layers. With n_k layers of kind k
 in a stage that holds f micro-batches at that moment, q_k of them recomputed:
 
-    reserved = fixed
+    reserved >= fixed
              + sum over the rank's stages of
                  sum over kinds   n_k * state_k + f * ((n_k - q_k) * kept_k + q_k * recomputed_k)
                  + f * boundary, but not for the last global stage
                  + embedding on global stage 0, head on the last one
              + the larger of the layers' and (on the last stage's rank) the head's transient
 
-The rank needs the largest of its moments. `estimate_memory` evaluates the same and the moment of
-the optimizer step, so what does not fit here does not fit there.
+The rank needs the largest of its moments. Without split backwards both sides are equal; with them
+micro-batches whose weight gradients wait count with the least that they keep. `estimate_memory`
+evaluates all and the moment of the optimizer step, so what does not fit here does not fit there.
 """
 
 from dataclasses import dataclass
 
 from costmodels.model import LayerKind
+from costmodels.moments import Moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class LayerMemory:
 
     Attributes:
         states: Weights, gradients and optimizer states of the rank's share.
-        kept: Per micro-batch in flight, where the layer is not recomputed in full.
+        kept: The least per micro-batch in flight, where the layer is not recomputed in full.
         recomputed: Per micro-batch in flight, where it is: its input.
 
     """
@@ -41,7 +43,7 @@ class EndMemory:
 
     Attributes:
         states: Weights, gradients and optimizer states.
-        kept: Per micro-batch in flight.
+        kept: The least per micro-batch in flight.
         transient: Alive only while it runs (logits and their gradients).
 
     """
@@ -64,8 +66,7 @@ class StageMemory:
         transient: Gradients and gathered weights while a layer runs backward.
         recompute_transient: The same where every layer of a stage is recomputed: the activations
             of one layer come on top.
-        moments: For each pipeline rank, the moments that may be its worst; each tells how many
-            micro-batches the rank's stages hold, in model order.
+        moments: For each pipeline rank, the moments that may be its fullest.
         capacity: Bytes that the driver leaves.
 
     """
@@ -77,7 +78,7 @@ class StageMemory:
     fixed: float
     transient: float
     recompute_transient: float
-    moments: tuple[tuple[tuple[int, ...], ...], ...]
+    moments: tuple[Moments, ...]
     capacity: float
 
     def layer(self, kind: LayerKind) -> LayerMemory:

@@ -64,6 +64,8 @@ class FrameworkBehaviour:
         extra_groups: Communicators over all ranks, beside one per axis in use.
         keeps_stage_outputs: A stage's output stays until its backward pass, beside the copy that
             was sent (Megatron frees its data).
+        puts_off_operands_alone: Between the halves of a split backward, inputs and output gradients
+            of linear layers stay; otherwise all that the layer kept does (torch's autograd graph).
         preallocates_messages: Receive buffers exist for all micro-batches from the start
             (torch.distributed.pipelining).
         message_groups: Groups of two ranks that a pipeline's messages go through.
@@ -101,6 +103,7 @@ class FrameworkBehaviour:
     selective_modules: tuple[str, ...] = ("core_attn",)
     extra_groups: int = 0
     keeps_stage_outputs: bool = True
+    puts_off_operands_alone: bool = False
     preallocates_messages: bool = False
     message_groups: int = 0
     expandable_segments: bool = False
@@ -122,6 +125,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         logit_peak_bytes=8.0,
         fused_logit_peak_bytes=8.0,
         uncut_logit_peak_bytes=12.0,
+        keeps_stage_outputs=False,
+        puts_off_operands_alone=True,
     ),
     # Megatron Core with Transformer Engine. Gradients are reduced in bf16 in NVIDIA's recipes
     # (Megatron Bridge, grad_reduce_in_fp32 off; peaks of its Moonlight and Qwen3 runs say so too);

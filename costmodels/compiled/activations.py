@@ -28,6 +28,7 @@ class LayerActivations(NamedTuple):
     expert_activation: Value
     alternate_operations: Value
     exchanged_tokens: Value
+    linear_operands: Value
     backward_transient: Value
 
 
@@ -39,35 +40,42 @@ def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, ex
     t_3 = t_1*t_2
     t_4 = num_input_norms + num_output_norms
     t_5 = hidden*input_bytes
-    t_6 = 1/tensor_parallel
-    t_7 = query_width*t_6
-    t_8 = 1/key_value_shards
-    t_9 = t_7 + t_8*(key_width + value_width)
-    t_10 = num_heads*tokens*t_6
-    t_11 = output_width*t_6
+    t_6 = tokens*t_5/input_shards
+    t_7 = latent_width*t_2
+    t_8 = 1/tensor_parallel
+    t_9 = query_width*t_8
+    t_10 = 1/key_value_shards
+    t_11 = t_10*(key_width + value_width) + t_9
     t_12 = t_11*t_2
-    t_13 = ffn_copies + ffn_inputs
-    t_14 = ffn_width*t_6
-    t_15 = expert_width/expert_tensor_parallel
-    t_16 = element_bytes*routed_tokens
-    t_17 = 2*hidden
+    t_13 = num_heads*tokens*t_8
+    t_14 = output_width*t_8
+    t_15 = t_14*t_2
+    t_16 = ffn_copies + ffn_inputs
+    t_17 = ffn_width*t_8
+    t_18 = input_bytes*tokens*t_17
+    t_19 = expert_width/expert_tensor_parallel
+    t_20 = element_bytes*routed_tokens
+    t_21 = 2*hidden
+    t_22 = t_2*t_21
+    t_23 = ffn_inputs*t_17
     return LayerActivations(
         layer_input=t_3,
         norm_inputs=t_3*(t_4 - 1),
         norm_copies=norm_copy_bytes*tokens*t_1*t_4,
-        norm_outputs=tokens*t_5/input_shards,
-        latents=latent_width*t_2,
-        queries_keys_values=t_2*t_9,
-        qk_norm_inputs=qk_norm_width*t_2*t_6,
-        attention_scores=t_10*(key_length*score_bytes + 4),
-        attention_output=t_12,
-        ffn_hidden=t_13*t_14*t_2,
-        ffn_activation=input_bytes*tokens*t_14,
+        norm_outputs=t_6,
+        latents=t_7,
+        queries_keys_values=t_12,
+        qk_norm_inputs=qk_norm_width*t_2*t_8,
+        attention_scores=t_13*(key_length*score_bytes + 4),
+        attention_output=t_15,
+        ffn_hidden=t_16*t_17*t_2,
+        ffn_activation=t_18,
         routing=num_experts*router_bytes*tokens*t_0,
         expert_inputs=routed_tokens*t_5,
-        expert_hidden=t_13*t_15*t_16,
-        expert_activation=input_bytes*routed_tokens*t_15,
-        alternate_operations=4*t_10 + t_12 + t_2*(value_width*t_8 + t_1 + t_14 + t_7),
-        exchanged_tokens=t_16*t_17,
-        backward_transient=t_17*t_2*(1 - t_0) + 2*t_3 + np.maximum(np.maximum(t_2*np.maximum(ffn_inputs*t_14, t_11 + t_9), t_16*(ffn_inputs*t_15 + hidden)), key_length*score_gradient_bytes*t_10),
+        expert_hidden=t_16*t_19*t_20,
+        expert_activation=input_bytes*routed_tokens*t_19,
+        alternate_operations=4*t_13 + t_15 + t_2*(value_width*t_10 + t_1 + t_17 + t_9),
+        exchanged_tokens=t_20*t_21,
+        linear_operands=t_12 + t_15 + t_18 + t_2*t_23 + t_22 + 2*t_6 + t_7,
+        backward_transient=t_22*(1 - t_0) + 2*t_3 + np.maximum(np.maximum(t_2*np.maximum(t_23, t_11 + t_14), t_20*(ffn_inputs*t_19 + hidden)), key_length*score_gradient_bytes*t_13),
     )

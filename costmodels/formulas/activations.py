@@ -152,6 +152,18 @@ def exchanged_tokens() -> Expr:
     return 2 * element_bytes * routed_tokens * hidden
 
 
+def linear_operands() -> Expr:
+    """Return inputs and output gradients of linear layers: all that their weights' gradients need.
+
+    Column-parallel layers have the norm outputs and the gradients of queries, keys, values and of
+    the activation's input; row-parallel ones theirs, and whole gradients of the residual stream.
+    """
+    gradients = 2 * element_bytes * tokens * hidden
+    hidden_gradients = element_bytes * tokens * ffn_width / tensor_parallel * ffn_inputs
+    of_attention = latents() + queries_keys_values() + attention_output()
+    return 2 * norm_outputs() + of_attention + hidden_gradients + ffn_activation() + gradients
+
+
 def backward_transient() -> Expr:
     """Return gradients alive at once in the widest block of a layer's backward pass.
 
@@ -192,6 +204,7 @@ def formulas() -> tuple[Formula, ...]:
         expert_activation,
         alternate_operations,
         exchanged_tokens,
+        linear_operands,
         backward_transient,
     )
     return (

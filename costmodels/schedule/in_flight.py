@@ -42,12 +42,19 @@ class HeldMoments:
         stages: Global stages of the columns.
         until_input: Micro-batches between their F and their B or I.
         until_weight: Micro-batches between their F and their B or W; never fewer.
+        before_b: Whether a B comes next; one column.
 
     """
 
     stages: tuple[int, ...]
     until_input: NDArray[np.int64]
     until_weight: NDArray[np.int64]
+    before_b: NDArray[np.bool_]
+
+    @property
+    def put_off(self) -> NDArray[np.int64]:
+        """Micro-batches between their I and their W."""
+        return self.until_weight - self.until_input
 
     def peak(self, until_input: NDArray[np.float64], until_weight: NDArray[np.float64]) -> float:
         """Return the most that is held at once.
@@ -151,9 +158,15 @@ def _moments_of_row(
         [
             np.cumsum(starts.astype(np.int64) - lets_input_go, axis=0),
             np.cumsum(starts.astype(np.int64) - lets_weight_go, axis=0),
+            np.append(kind[1:] == _B, False)[:, None],
         ],
         axis=1,
     )
     rows = distinct(held)
     count = len(stages)
-    return HeldMoments(stages=stages, until_input=rows[:, :count], until_weight=rows[:, count:])
+    return HeldMoments(
+        stages=stages,
+        until_input=rows[:, :count],
+        until_weight=rows[:, count:-1],
+        before_b=rows[:, -1:] > 0,
+    )

@@ -211,4 +211,4 @@ class _Room:
         return floor((held + moving) / KIB)
 
     def _in_flight(self, rank: int) -> int:
-        return max(sum(moment) for moment in self.memory.moments[rank])
+        return max(moment.in_flight for moment in self.memory.moments[rank])

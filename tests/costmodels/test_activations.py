@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.activations import head_bytes, layer_bytes
+from costmodels.activations import layer_bytes
+from costmodels.head_activations import head_bytes
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import table_of

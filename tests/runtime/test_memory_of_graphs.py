@@ -70,6 +70,31 @@ CASES = {
     ),
 }
 
+SPLIT_BACKWARDS = {
+    Schedule.ZERO_BUBBLE: {"num_micro_batches": 8, "layers_per_stage": (2,) * 4},
+    Schedule.ZBV: {"num_micro_batches": 8, "stages_per_rank": 2, "layers_per_stage": (1,) * 8},
+    Schedule.DUALPIPEV: {
+        "num_micro_batches": 10,
+        "stages_per_rank": 2,
+        "layers_per_stage": (1,) * 8,
+    },
+}
+CASES |= {
+    f"{schedule}, recompute {recompute}": (
+        replace(SMALL, num_layers=8),
+        {
+            "pipeline_parallel": 4,
+            "micro_batch_size": 4,
+            "schedule": schedule,
+            "recompute": recompute,
+            **sizes,
+        },
+        {},
+    )
+    for schedule, sizes in SPLIT_BACKWARDS.items()
+    for recompute in (Recompute.NONE, Recompute.FULL)
+}
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_live_peak_of_every_pipeline_rank_is_within_five_percent(case):
