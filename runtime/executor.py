@@ -67,6 +67,7 @@ class Executor:
         weights = next(program.stages[0].parameters())
         self._loss_dtype = torch.promote_types(weights.dtype, torch.float32)
         self._last_backward = _last_backwards(program.actions)
+        self._reading_weight = {s.index for s in program.stages if s.reads(TOKEN_WEIGHT)}
         self._put_off = WeightGradients()
         if any(action.kind is ActionKind.BACKWARD_INPUT for action in program.actions):
             for unit in (unit for stage in program.stages for unit in stage.units):
@@ -95,6 +96,7 @@ class Executor:
 
         """
         self._counting = self._start_count(micro_batches)
+        self._token_weight: Tensor | None = None
         self._batches = micro_batches
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._mesh.device)
         self._running: dict[Key, Running] = {}
@@ -124,8 +126,10 @@ class Executor:
     def _num_tokens(self) -> Tensor:
         return self._counting.wait().clamp(min=1)
 
-    def _token_weight(self) -> Tensor:
-        return self._num_tokens().to(self._loss_dtype).reciprocal()
+    def _weight_of_a_token(self) -> Tensor:
+        if self._token_weight is None:  # the same for all micro-batches of a step
+            self._token_weight = self._num_tokens().to(self._loss_dtype).reciprocal()
+        return self._token_weight
 
     def _forward(self, key: Key) -> None:
         stage = self._program.stage(key[0])
@@ -133,15 +137,15 @@ class Executor:
         if not stage.is_first:
             activation = self._activations.pop(key).wait().requires_grad_()
         batch = self._batches[key[1]]
-        if stage.reads(TOKEN_WEIGHT):
-            batch = {**batch, TOKEN_WEIGHT: self._token_weight()}
+        if key[0] in self._reading_weight:
+            batch = {**batch, TOKEN_WEIGHT: self._weight_of_a_token()}
         with self._saving_activations():
             output = stage(activation, batch)
         self._running[key] = Running(activation=activation, output=get_gradient_edge(output))
         following = (key[0] + 1, key[1])
         if stage.is_last:
             self._loss = self._loss + output.detach()
-            self._gradients[key] = Done(self._token_weight().to(output.dtype))
+            self._gradients[key] = Done(self._weight_of_a_token().to(output.dtype))
         elif self._is_here(following[0]):
             self._activations[following] = Done(output.detach())
         else:

@@ -198,3 +198,28 @@ def test_zero_3_holds_whole_weights_only_while_a_unit_runs():
     micro_batches, units, recomputed = 4, NUM_LAYERS + 2, NUM_LAYERS
     expected = [0, 0, 2, micro_batches * (units + recomputed)]
     assert run_ranks(work, 2) == [expected, expected]
+
+
+def test_each_step_weighs_tokens_by_its_own_count():
+    case = layout()
+
+    def gradients_of(world, steps):
+        mesh = world.mesh(case)
+        program = build_program(case, mesh, tied=False)
+        states = ShardedStates(program, mesh, FP32)
+        executor = Executor(program, mesh, states)
+        for step in steps:
+            states.clear_gradients()
+            executor.run(step)
+        return torch.cat([bucket.gradients for bucket in states.buckets]).tolist()
+
+    def work(world):
+        many = batches(case, 0)
+        few = [{**batch, "labels": batch["labels"].clone()} for batch in many]
+        for batch in few:
+            batch["labels"][:, 1:] = -100
+        return [gradients_of(world, [many, few]), gradients_of(world, [few])]
+
+    ((after_another, alone),) = run_ranks(work, 1)
+    assert after_another == alone
+    assert any(alone)
