@@ -10,7 +10,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.states import padded_vocab_size
-from costmodels.targets import BEHAVIOURS, works_on_whole_logits
+from costmodels.targets import BEHAVIOURS, fuses_loss, works_on_whole_logits
 
 Column = NDArray[np.float64]
 
@@ -49,10 +49,9 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
     tokens = tokens_per_rank(job, table)
     shards = np.where(table.sequence_parallel == 1, table.tensor_parallel, 1)
     stream = element_bytes(job) * tokens * model.hidden_size / shards
-    is_eager = behaviour.compiles_loss and job.switches.compile is False
-    fused = job.switches.fused_cross_entropy and not is_eager
     vocab_shards = 1 if works_on_whole_logits(job) else table.tensor_parallel
     vocab = padded_vocab_size(model, job, table.tensor_parallel) / vocab_shards
+    fused = fuses_loss(job)
     per_logit = np.full(
         len(table), behaviour.fused_logit_peak_bytes if fused else behaviour.logit_peak_bytes
     )

@@ -29,18 +29,10 @@ from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import overlap_of
 from costmodels.placement import Placement, place
+from costmodels.rank_weights import RankWeights, embedding_weights, head_weights, layer_weights
 from costmodels.rates import Rates, rates_of
 from costmodels.shard import shards_of
-from costmodels.state_costs import (
-    BlockGathers,
-    RankWeights,
-    StateCosts,
-    block_gathers,
-    embedding_weights,
-    head_weights,
-    layer_weights,
-    state_costs,
-)
+from costmodels.state_costs import BlockGathers, StateCosts, block_gathers, state_costs
 from costmodels.targets import BEHAVIOURS
 from costmodels.workload import build_workload
 
@@ -172,17 +164,18 @@ def layout_costs(
         gathers = block_gathers(weights, job, table, placement, rates)
         return _block_times(costs.total[:, shard_of_row], weights, gathers, table, rates)
 
+    layers = [layer_weights(model, job, kind, table) for kind, _ in priced.layers]
     return LayoutCosts(
         embedding=times(priced.embedding, embedding_weights(model, job, table)),
         layers=tuple(
-            (kind, times(costs, layer_weights(model, job, kind, table)))
-            for kind, costs in priced.layers
+            (kind, times(costs, weights))
+            for (kind, costs), weights in zip(priced.layers, layers, strict=True)
         ),
         head=times(priced.head, head_weights(model, job, table)),
         priced=priced,
         shard_of_row=shard_of_row,
         hops=pipeline_hops(model, job, table, placement, rates),
-        states=state_costs(job, table, placement, rates),
+        states=state_costs(job, table, placement, rates, layers),
         rates=rates,
         placement=placement,
     )

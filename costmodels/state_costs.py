@@ -15,25 +15,23 @@ its blocks, whichever blocks those are.
 Source: ZeRO, arXiv:1910.02054, sections 5 and 7; FSDP, arXiv:2304.11277, section 3.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.collective_costs import collective_seconds
 from costmodels.compiled import step
-from costmodels.job import Optimizer, TrainingJob
+from costmodels.job import Optimizer, Target, TrainingJob
 from costmodels.layout_table import LayoutTable
-from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import overlap_of
-from costmodels.parameters import embedding_parameters, head_parameters, layer_parameters
 from costmodels.placement import Placement, Tiers
+from costmodels.rank_weights import RankWeights
 from costmodels.rates import Rates
-from costmodels.shard import padded_rows
 from costmodels.states import ZERO_2, ZERO_3, bytes_per_weight, reduced_bytes
 from costmodels.targets import BEHAVIOURS
-from costmodels.units import MB
+from costmodels.units import MIB
 
 Seconds = NDArray[np.float64]
 
@@ -45,27 +43,12 @@ _UPDATE_BYTES = {
     Optimizer.ADAMW_8BIT: 18 + 8,
     Optimizer.SGD: 6 + 8,
 }
-# Payload of one bucket where a target names none. Kind: chosen; Megatron-LM's default bucket is
-# 40 M fp32 gradients, torch's DDP uses 25 MiB.
-_BUCKET_BYTES = 160 * MB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankWeights:
-    """Weights of one block on a rank that holds it, one entry per row.
-
-    Attributes:
-        dense: Cut over the tensor axis or whole; copied over data x context.
-        experts: Routed experts of this rank.
-        trained: Share of the weights that gets gradients (1 without adapters).
-        expert_tensors: Matrices that the experts of this rank consist of.
-
-    """
-
-    dense: Seconds
-    experts: Seconds
-    trained: float = 1.0
-    expert_tensors: Any = 0
+# Values of one bucket of gradients, or of gathered weights. Kind: chosen, by the targets' defaults:
+# Megatron Core's bucket_size (max(40e6, 1e6 per data-parallel rank)), DeepSpeed's
+# reduce_bucket_size; native moves a layer at a time. torch's DDP has 25 MiB, of fp32 here.
+_MEGATRON_VALUES, _MEGATRON_VALUES_PER_RANK = 40e6, 1e6
+_DEEPSPEED_VALUES = 500e6
+_DDP_VALUES = 25 * MIB / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,55 +92,12 @@ class StateCosts:
     update: tuple[Seconds, Seconds]
 
 
-def layer_weights(
-    model: ModelSpec, job: TrainingJob, kind: LayerKind, table: LayoutTable
-) -> RankWeights:
-    """Return the weights of a layer of a kind on one rank."""
-    weights = layer_parameters(model, kind)
-    tp = table.tensor_parallel
-    cut = weights.query_and_output_matrices + weights.ffn_matrices + weights.sharded_vectors
-    whole = weights.latent_matrices + weights.router + weights.replicated_vectors
-    key_value = weights.key_value_matrices / np.minimum(tp, model.num_kv_heads)
-    experts = weights.expert_parameters / (table.expert_parallel * table.expert_tensor_parallel)
-    rank = job.lora_rank
-    # Adapters of rank r beside an n x k weight train r (n + k) of its n k weights.
-    share = 1.0 if rank is None else min(1.0, 2 * rank / model.hidden_size)
-    num_experts = model.moe.num_experts if model.moe is not None and kind.has_experts else 0
-    matrices = (3 if model.gated_ffn else 2) * num_experts
-    return RankWeights(
-        dense=cut / tp + key_value + whole,
-        experts=experts,
-        trained=share,
-        expert_tensors=matrices // table.expert_parallel,
-    )
-
-
-def embedding_weights(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> RankWeights:
-    """Return the weights before the first layer on one rank."""
-    rows = padded_rows(model, job.target, table.tensor_parallel)
-    rest = embedding_parameters(model) - model.vocab_size * model.hidden_size
-    return RankWeights(
-        dense=rows * model.hidden_size / table.tensor_parallel + rest,
-        experts=np.zeros(len(table)),
-        trained=float(job.lora_rank is None),
-    )
-
-
-def head_weights(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> RankWeights:
-    """Return the weights after the last layer; a tied head is its own only across a pipeline."""
-    rows = padded_rows(model, job.target, table.tensor_parallel)
-    matrix = rows * model.hidden_size / table.tensor_parallel
-    own = np.where(table.pipeline_parallel > 1, matrix, 0.0) if model.tied_embeddings else matrix
-    norm = head_parameters(model) - (
-        0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    )
-    return RankWeights(
-        dense=own + norm, experts=np.zeros(len(table)), trained=float(job.lora_rank is None)
-    )
-
-
 def state_costs(
-    job: TrainingJob, table: LayoutTable, placement: Placement, rates: Rates
+    job: TrainingJob,
+    table: LayoutTable,
+    placement: Placement,
+    rates: Rates,
+    layers: Sequence[RankWeights],
 ) -> StateCosts:
     """Return the seconds per weight of reducing, gathering and updating.
 
@@ -166,14 +106,18 @@ def state_costs(
         table: ZeRO stages, groups and offload.
         placement: Where the groups lie.
         rates: Links and memory.
+        layers: Weights of one layer of each kind.
 
     """
     per_weight = bytes_per_weight(job)
     reduce, gather, update = [], [], []
+    largest = np.maximum.reduce([layer.dense + layer.experts for layer in layers])
+    values = _bucket_values(job.target, largest, placement)
     for groups in _dense_and_experts(placement):
         once = (table.zero_stage >= 1) & (table.zero_stage < ZERO_3)
-        gathered = _per_byte("all_gather", groups.zero, rates) * per_weight.working
-        reduce.append(_reduce_per_weight(reduced_bytes(job), groups, table, rates))
+        gathered = _per_byte("all_gather", groups.zero, rates, values * per_weight.working)
+        gathered = gathered * per_weight.working
+        reduce.append(_reduce_per_weight(reduced_bytes(job), groups, table, rates, values))
         gather.append(np.where(once, gathered, 0.0))
         update.append(_update_per_weight(job, table, groups.zero, rates))
     repeats = _reductions_per_step(job, table)
@@ -194,10 +138,23 @@ def _dense_and_experts(placement: Placement) -> tuple[_Groups, _Groups]:
     )
 
 
-def _per_byte(kind: str, tiers: Tiers, rates: Rates) -> Seconds:
-    """Return seconds per byte of the full tensor, in buckets."""
-    seconds: Seconds = np.asarray(collective_seconds(kind, float(_BUCKET_BYTES), tiers, rates))
-    return seconds / _BUCKET_BYTES
+def _bucket_values(target: Target, layer: Seconds, placement: Placement) -> Seconds:
+    """Return how many values of the full tensor a collective of stages 0 to 2 moves at once."""
+    if target is Target.NATIVE:
+        return layer
+    if target is Target.MEGATRON:
+        values: Seconds = np.maximum(
+            _MEGATRON_VALUES, _MEGATRON_VALUES_PER_RANK * placement.data.ranks
+        )
+        return values
+    each = _DEEPSPEED_VALUES if target is Target.DEEPSPEED else _DDP_VALUES
+    return np.full(len(layer), each)
+
+
+def _per_byte(kind: str, tiers: Tiers, rates: Rates, payload: Seconds) -> Seconds:
+    """Return seconds per byte of the full tensor, in buckets of a payload."""
+    seconds: Seconds = np.asarray(collective_seconds(kind, payload, tiers, rates))
+    return seconds / payload
 
 
 def _start_seconds(tiers: Tiers, rates: Rates) -> Seconds:
@@ -207,12 +164,13 @@ def _start_seconds(tiers: Tiers, rates: Rates) -> Seconds:
 
 
 def _reduce_per_weight(
-    gradient_bytes: int, groups: _Groups, table: LayoutTable, rates: Rates
+    gradient_bytes: int, groups: _Groups, table: LayoutTable, rates: Rates, values: Seconds
 ) -> Seconds:
     """Return the seconds of reducing one weight's gradient once, stages 0 to 2."""
-    whole = _per_byte("all_reduce", groups.everyone, rates)
-    scattered = _per_byte("reduce_scatter", groups.zero, rates)
-    across = _per_byte("all_reduce", groups.replica, rates) / groups.zero.ranks
+    payload, cut = values * gradient_bytes, groups.zero.ranks
+    whole = _per_byte("all_reduce", groups.everyone, rates, payload)
+    scattered = _per_byte("reduce_scatter", groups.zero, rates, payload)
+    across = _per_byte("all_reduce", groups.replica, rates, payload / cut) / cut
     seconds = np.where(table.zero_stage == 0, whole, scattered + across)
     return gradient_bytes * np.where(table.zero_stage == ZERO_3, 0.0, seconds)
 

@@ -211,7 +211,12 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
 }
 
 
+def fuses_loss(job: TrainingJob) -> bool:
+    """Tell whether one kernel scores the logits; an eager run has none where it is compiled."""
+    is_eager = BEHAVIOURS[job.target].compiles_loss and job.switches.compile is False
+    return job.switches.fused_cross_entropy and not is_eager
+
+
 def works_on_whole_logits(job: TrainingJob) -> bool:
     """Tell whether each tensor-parallel rank gathers the logits and scores all of them."""
-    fused = job.switches.fused_cross_entropy or job.chunked_loss
-    return BEHAVIOURS[job.target].gathers_logits and not fused
+    return BEHAVIOURS[job.target].gathers_logits and not (fuses_loss(job) or job.chunked_loss)

@@ -29,7 +29,7 @@ from costmodels.model import LayerKind, ModelSpec
 from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size, widened
 from costmodels.shard import Shard, padded_rows, per_rank
 from costmodels.stream_ops import HALF, branches, enter, leave, norm, residual
-from costmodels.targets import works_on_whole_logits
+from costmodels.targets import fuses_loss, works_on_whole_logits
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -216,7 +216,7 @@ def _embedding(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
 
 def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
     rows = per_rank(padded_rows(model, job.target, shard.tensor_parallel), shard.tensor_parallel)
-    fused = job.switches.fused_cross_entropy or job.chunked_loss
+    fused = fuses_loss(job) or job.chunked_loss
     forward, backward = _LOSS_BYTES[fused]
     forward_kernels, backward_kernels = _LOSS_KERNELS[fused]
     whole = works_on_whole_logits(job)

@@ -10,7 +10,7 @@ from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.model import ModelSpec
 from costmodels.parameters import matmul_parameters
-from planner.measured.models import Row, UnsupportedRowError, integer
+from planner.measured.models import Row, UnsupportedRowError, integer, runs_on
 
 # Modules that are cheap to run again for the memory that they free (Megatron-Bridge's recipes for
 # expert models).
@@ -182,7 +182,7 @@ def _stages(row: Row, model: ModelSpec, target: Target, num_stages: int) -> tupl
     if "embedding-and-head-count-as-layers" in tags and num_stages > 1:
         counts = split_layers(model.num_layers + 2, num_stages)
         return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
-    if any(key in row["framework"].lower() for key in NORM_COUNTS_TOO) and num_stages > 1:
+    if runs_on(row, NORM_COUNTS_TOO) and num_stages > 1:
         return _uniform_stages(model, num_stages)
     # nanotron balances its stages by the work of their blocks.
     if ("uneven-stages" in tags or target is Target.NANOTRON) and num_stages > 1:

@@ -3,7 +3,7 @@
 Columns are described with the table; blanks mean "not stated".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
@@ -21,6 +21,11 @@ LATENT_ATTENTIONS = (LATENT, replace(LATENT, q_lora_rank=None))
 
 class UnsupportedRowError(ValueError):
     """A row that the planner cannot express, with the reason."""
+
+
+def runs_on(row: Row, software: Sequence[str]) -> bool:
+    """Tell whether a row's framework is one of some, each given by a part of its name."""
+    return any(part in row["framework"].lower() for part in software)
 
 
 def read_model_columns(row: Row) -> ModelSpec:

@@ -12,7 +12,13 @@ from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from costmodels.profile_toml import make_cluster, read_profile
 from planner.measured.layouts import read_layouts
-from planner.measured.models import Row, UnsupportedRowError, integer, read_model_columns
+from planner.measured.models import (
+    Row,
+    UnsupportedRowError,
+    integer,
+    read_model_columns,
+    runs_on,
+)
 
 PROFILES = {
     "V100-SXM2-16GB": "v100-sxm2-16gb",
@@ -174,8 +180,7 @@ def _reduces_beside_backward(row: Row, tags: frozenset[str], target: Target) -> 
 
 def _overlaps_tensor_parallel(row: Row, tags: frozenset[str]) -> bool:
     """Return whether tensor-parallel collectives run in pieces beside their products."""
-    name = row["framework"].lower()
-    return "no-comm-overlap" not in tags and any(key in name for key in OVERLAP_TENSOR_PARALLEL)
+    return "no-comm-overlap" not in tags and runs_on(row, OVERLAP_TENSOR_PARALLEL)
 
 
 def _switches(row: Row, tags: frozenset[str], target: Target) -> Switches:
@@ -201,7 +206,7 @@ def _switches(row: Row, tags: frozenset[str], target: Target) -> Switches:
         # Speed tables of expert models even their routing out, also where they do not say so.
         balanced_routing=True,
         rowwise_fp8="rowwise" in row["precision"],
-        separate_gates=any(key in row["framework"].lower() for key in SEPARATE_GATES),
+        separate_gates=runs_on(row, SEPARATE_GATES),
         expandable_segments="expandable-segments" in tags,
         fp8_all_gather="fp8-all-gather" in tags,
         power_limited="power-limited" in tags,
