@@ -8,6 +8,7 @@ from pathlib import Path
 from runtime.optimizer import OptimizerSettings
 
 AUTO, FRESH = "auto", "fresh"  # --resume, where it names no folder
+MAX_TIMEOUT = 1e6  # s, 12 days. Chosen: stores and collectives count milliseconds in few bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +136,8 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
     given = parser.parse_args(arguments)
     if given.synthetic and given.data:
         parser.error("--synthetic and --data exclude each other")
-    if given.timeout <= 0:
-        parser.error("--timeout must be above 0")
+    if not 0 < given.timeout <= MAX_TIMEOUT:
+        parser.error(f"--timeout must be above 0 and at most {MAX_TIMEOUT:.0f}")
     minimum = given.min_learning_rate
     return TrainingOptions(
         steps=given.steps,

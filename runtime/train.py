@@ -4,8 +4,8 @@
 the script's own loop. What ends it otherwise than at its last step is said in one message:
 
     2      wrong input, said once
-    1      the run broke: a rank died (which one), a loss or gradient that is no number, a
-           checkpoint that cannot be written; those before it stay
+    1      the run broke: a rank died or never came (which one), a loss or gradient that is no
+           number, a checkpoint that cannot be written; those before it stay
     143    SIGTERM: the step that ran is done and saved
 
 Started again, it goes on from its last checkpoint; torchrun does so by itself (--max-restarts).
@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from runtime.optimizer import NotFiniteError, precisions
 from runtime.options import TrainingOptions, parse_options
 from runtime.survival import Heartbeat, StoppedError, TrainingBrokeError, failure_message
 from runtime.trainer import Trainer, open_source
+from runtime.weights.pretrained import check_config
 
 WRONG_INPUT, BROKEN, STOPPED = 2, 1, 128 + signal.SIGTERM
 
@@ -50,7 +52,6 @@ def run(
             it, since a plan is data and is never followed to code.
 
     """
-    rank = int(os.environ.get("RANK", "0"))
     try:
         options = parse_options(sys.argv[1:], plan_path.parent)
         plan = read_plan(plan_path)
@@ -58,17 +59,27 @@ def run(
         check_options(plan, options, module)
         if options.check:
             open_source(plan, options)
+            if options.init_from is not None:
+                check_config(options.init_from, plan.model)
             return 0
         check_world_size(plan)
+        check_launch()
         device = _own_device(plan, options)
     except ValueError as error:
-        if rank == 0:  # every rank reads the same files and finds the same fault
+        if _speaks():
             _say(f"error: {error}")
         return WRONG_INPUT
     timeout = timedelta(seconds=options.timeout)
     launched = "WORLD_SIZE" in os.environ
     store = None if launched else HashStore()
-    with join(device=device, timeout=timeout, store=store, rank=0, world_size=1) as world:
+    with ExitStack() as stack:
+        try:
+            joined = join(device=device, timeout=timeout, store=store, rank=0, world_size=1)
+            world = stack.enter_context(joined)
+        except RuntimeError as error:  # torch's DistError among them
+            reason = str(error).partition("\n")[0]
+            _say(f"error: rank {os.environ.get('RANK', '0')} did not meet the others: {reason}")
+            return BROKEN
         assert world.store is not None
         beat = Heartbeat(world.second_store(), world.rank, world.size, patience=options.timeout)
         with beat.beating():
@@ -149,12 +160,52 @@ def check_world_size(plan: Plan) -> None:
 
     """
     planned = plan.layout.num_gpus
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = _number("WORLD_SIZE", "1")
     if launched != planned:
         raise ValueError(
             f"the plan is for {planned} ranks, this job has {launched}; start it with launch.sh, "
             "or search a plan for these GPUs (planner search --gpus)"
         )
+
+
+def check_launch() -> None:
+    """Refuse what a launcher says of this rank, where it cannot be.
+
+    Raises:
+        ValueError: Names the variables.
+
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return  # a process alone
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE is set in the environment and {', '.join(missing)} is not; start the job "
+            "with launch.sh (torchrun sets all of them)"
+        )
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= size:
+        raise ValueError(f"there is no rank {rank} (RANK) of {size} (WORLD_SIZE), counted from 0")
+    for name in ("MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        _number(name, "0")
+
+
+def _speaks() -> bool:
+    """Whether this rank tells what all find alike: the first one, or one that the job lacks."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and size.isdecimal()):
+        return True
+    return int(rank) == 0 or int(rank) >= int(size)
+
+
+def _number(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ValueError(
+            f"{name} is {text!r} in the environment, not a whole number; start the job with "
+            "launch.sh"
+        )
+    return int(text)
 
 
 def _own_device(plan: Plan, options: TrainingOptions) -> torch.device:
@@ -169,7 +220,7 @@ def _own_device(plan: Plan, options: TrainingOptions) -> torch.device:
     wanted = options.device_type or (planned if num_gpus else "cpu")
     if wanted == "cpu":
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _number("LOCAL_RANK", "0")
     if local_rank >= num_gpus:
         raise ValueError(f"rank {local_rank} of this node has no GPU: torch sees {num_gpus}")
     device = torch.device("cuda", local_rank)

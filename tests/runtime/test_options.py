@@ -41,6 +41,7 @@ def test_flags_reach_the_optimizer():
         (["--learning-rate", "nan"], "must be a number of at least 0, not 'nan'"),
         (["--learning-rate", "inf"], "must be a number of at least 0, not 'inf'"),
         (["--timeout", "0"], "--timeout must be above 0"),
+        (["--timeout", "1e300"], "--timeout must be above 0 and at most 1000000"),
         (["--synthetic", "--data", "x"], "--synthetic and --data exclude each other"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),

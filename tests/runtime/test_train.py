@@ -19,9 +19,7 @@ from costmodels.model import ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.emit.native import emit_native
 from planner.plan import Plan, SolverStatus
-from runtime import train
 from runtime.metrics import FINISHED, UNFINISHED
-from runtime.train import check_choices, check_world_size
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelSpec(
@@ -199,50 +197,6 @@ def test_wrong_input_is_one_message_and_status_2(tmp_path, text):
         assert failed.stderr.count("error:") == 1
         assert "Traceback" not in failed.stderr
         assert not failed.stdout
-
-
-def test_train_refuses_a_world_that_is_not_the_plans(tmp_path, monkeypatch):
-    folder = write(plan(4, data_parallel=2, tensor_parallel=2), tmp_path / "run")
-    alone = subprocess.run(
-        [sys.executable, str(folder / "train.py")],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-        timeout=60,
-    )
-    assert alone.returncode == 2
-    assert "error: the plan is for 4 ranks, this job has 1; start it with launch.sh" in alone.stderr
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match="for 4 ranks, this job has 8"):
-        check_world_size(plan(4, data_parallel=2, tensor_parallel=2))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--capacity-factor 1.5", "--capacity-factor 1.5: small has no experts"),
-        ("--bias-update-rate 0.001 --check", "small has no routers that correct their choice"),
-    ],
-)
-def test_flags_that_do_not_suit_the_model_are_refused_before_ranks_meet(
-    flags, message, tmp_path, monkeypatch, capsys
-):
-    folder = write(plan(2, data_parallel=2), tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
-    monkeypatch.setattr(train, "join", None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train.run(folder / "plan.json", {}, train=print) == train.WRONG_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-
-
-def test_choices_that_disagree_with_the_plan_are_refused_by_name():
-    given = plan(2, data_parallel=2)
-    check_choices(given, {"data_parallel": 2, "schedule": "1f1b", "layers_per_stage": (4,)})
-    with pytest.raises(ValueError, match=r"says tensor_parallel = 2, plan\.json says 1"):
-        check_choices(given, {"tensor_parallel": 2})
 
 
 def test_names_from_strangers_reach_no_script_unescaped():
