@@ -126,7 +126,7 @@ def timeline(
 
     Args and errors are those of `simulate`; intervals cover computation, not transfers.
     """
-    program, ends, _ = _run(table, durations, p2p_seconds, p2p_overlaps=p2p_overlaps)
+    program, ends, _ = run_program(table, durations, p2p_seconds, p2p_overlaps=p2p_overlaps)
     seconds = durations.by_place
     actions = [(rank, code) for rank, row in enumerate(table.rows) for code in row]
     intervals: list[Interval | None] = [None] * len(actions)
@@ -151,7 +151,7 @@ def simulate_rows(
 
     Args and errors are those of `simulate`.
     """
-    program, ends, busy = _run(table, durations, p2p_seconds, p2p_overlaps=p2p_overlaps)
+    program, ends, busy = run_program(table, durations, p2p_seconds, p2p_overlaps=p2p_overlaps)
     laid_out = np.empty(len(ends))
     laid_out[program.order] = ends
     rows = np.split(laid_out, np.cumsum([len(row) for row in table.rows])[:-1])
@@ -192,14 +192,17 @@ def _send_seconds(
     return [*down, *up, *up, *([0.0] * stages)]
 
 
-def _run(
+def run_program(
     table: ScheduleTable,
     durations: StageDurations,
     p2p_seconds: float | Sequence[float],
     *,
     p2p_overlaps: bool,
 ) -> tuple[EventProgram, list[float], list[float]]:
-    """Return the program, when each of its actions lets go of its rank, and busy seconds."""
+    """Return the program, when each of its actions lets go of its rank, and busy seconds.
+
+    Args and errors are those of `simulate`.
+    """
     shape = table.shape
     if len(durations.forward) != shape.num_stages:
         raise ValueError(

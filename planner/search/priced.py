@@ -20,11 +20,11 @@ from costmodels.layout_table import table_of
 from costmodels.memory import MemoryDemand, blocks_of_layout, memory_demand
 from costmodels.model import ModelSpec
 from costmodels.reference_bound import (
-    Reference,
     ReferenceBound,
     recomputed_layers,
     reference_of,
 )
+from costmodels.schedule.critical_path import CriticalPath
 from planner.search.stage_problem import ScoredProblem
 from planner.search.stage_scores import scored_problem
 
@@ -58,17 +58,18 @@ class PricedLayout:
         """Return the exact seconds of one split."""
         return step_seconds(self.model, self.job, self.cluster, split, self.costs)
 
-    def reference(self, split: Layout) -> Reference:
-        """Return an even split's simulated pipeline."""
-        return reference_of(self.model, split, self.costs)
+    def reference(self, split: Layout) -> CriticalPath:
+        """Return the critical path of an even split's pipeline."""
+        return reference_of(self.model, self.job, split, self.costs)
 
-    def referenced_seconds(self, split: Layout, references: tuple[Reference, ...]) -> float:
+    def referenced_seconds(self, split: Layout, references: tuple[CriticalPath, ...]) -> float:
         """Return seconds that an even split does not go below, by pipelines of its shape."""
         table = table_of([split])
         once, stretch = around_rows(self.model, self.job, self.cluster, table, self.costs)
         bound = ReferenceBound(model=self.model, costs=self.costs, once=once, stretch=stretch)
         redone = np.array([float(recomputed_layers(self.model, split))])
-        return float(bound.seconds(np.array([0]), split.num_stages, redone, references)[0])
+        ranks = tuple(map(split.rank_of_stage, range(split.num_stages)))
+        return float(bound.seconds(np.array([0]), ranks, redone, references)[0])
 
     def stage_problem(self, limit: float) -> ScoredProblem:
         """Return the problem of splitting the layers under a memory limit in bytes."""

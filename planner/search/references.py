@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from costmodels.layout import Layout
+from costmodels.layout import Layout, Schedule
 from costmodels.layout_table import SCHEDULES, LayoutTable
-from costmodels.reference_bound import Reference
+from costmodels.schedule import PipelineShape
+from costmodels.schedule.critical_path import CriticalPath
 from planner.search.costs import Costs, Values
 from planner.search.priced import PricedLayout
 
 MOST_REFERENCES = 4  # chosen: per shape; more do not tighten the bound noticeably
-Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class References:
     """References by shape; they grow while the search runs."""
 
     costs: Costs
-    by_shape: dict[Shape, tuple[Reference, ...]] = field(default_factory=dict)
+    by_shape: dict[PipelineShape, tuple[CriticalPath, ...]] = field(default_factory=dict)
 
     def settle(self, priced: PricedLayout, split: Layout, cutoff: float) -> bool:
         """Whether references say that an even split is not faster than a cutoff."""
@@ -57,23 +57,32 @@ class References:
             axis=1,
         )
         unique, of_row = np.unique(shapes, axis=0, return_inverse=True)
-        known = [self.by_shape.get((s, p, v, m), ()) for s, p, v, m in unique.tolist()]
-        if not any(known):
+        each = [_shape_of(SCHEDULES[s], p, v, m) for s, p, v, m in unique.tolist()]
+        if not any(shape in self.by_shape for shape in each):
             return bound
         bounds = self.costs.reference_bound(table)
-        for number, references in enumerate(known):
-            if references:
+        for number, shape in enumerate(each):
+            known = self.by_shape.get(shape)
+            if known:
                 rows = np.flatnonzero(of_row.ravel() == number)
-                _, ranks, stages, _ = unique[number].tolist()
-                raised = bounds.seconds(rows, ranks * stages, recomputed[rows], references)
+                raised = bounds.seconds(rows, shape.rank_of_stage, recomputed[rows], known)
                 bound[rows] = np.maximum(bound[rows], raised)
         return bound
 
 
-def _shape(layout: Layout) -> Shape:
-    return (
-        SCHEDULES.index(layout.schedule),
+def _shape(layout: Layout) -> PipelineShape:
+    return _shape_of(
+        layout.schedule,
         layout.pipeline_parallel,
         layout.stages_per_rank,
         layout.num_micro_batches,
+    )
+
+
+def _shape_of(schedule: Schedule, ranks: int, stages: int, micro_batches: int) -> PipelineShape:
+    return PipelineShape(
+        schedule=schedule,
+        pipeline_parallel=ranks,
+        stages_per_rank=stages,
+        num_micro_batches=micro_batches,
     )

@@ -20,6 +20,7 @@ from costmodels.schedule import (
     table_from_strings,
     timeline,
 )
+from costmodels.schedule.critical_path import critical_path
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
@@ -120,6 +121,27 @@ def test_simulation_equals_the_slow_reference(problem, overlaps):
         start, end = spans[interval.rank, interval.action]
         assert interval.start == pytest.approx(start, rel=1e-9, abs=1e-12)
         assert interval.end == pytest.approx(end, rel=1e-9, abs=1e-12)
+
+
+@given(problem=problems(), overlaps=st.booleans(), seed=st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=150)
+def test_a_critical_path_bounds_other_durations_and_measures_its_own(problem, overlaps, seed):
+    shape, durations, transfers = problem
+    table, rng = build(shape), np.random.default_rng(seed)
+    path = critical_path(table, durations, transfers, p2p_overlaps=overlaps)
+    crosses = np.diff(shape.rank_of_stage) != 0
+    seconds = np.array([durations.forward, durations.backward_input, durations.backward_weight])
+    scale, hop_scale = rng.uniform(0.2, 5.0, seconds.shape), rng.uniform(0.0, 5.0, crosses.shape)
+    for work, hops, is_own in (
+        (seconds, np.array(transfers), True),
+        (seconds * scale, transfers * hop_scale, False),
+    ):
+        forward, to_input, to_weight = (tuple(part) for part in work.tolist())
+        others = StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight)
+        makespan = simulate(table, others, hops.tolist(), p2p_overlaps=overlaps).makespan
+        length = path.seconds(work[None], np.where(crosses, hops, 0.0)[None])[0]
+        assert length <= makespan * (1 + 1e-12)
+        assert not is_own or length == pytest.approx(makespan, rel=1e-12)
 
 
 @given(problem=problems())
