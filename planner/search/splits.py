@@ -12,6 +12,7 @@ number and time rises.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, inf
 
 from costmodels.layout import Layout, Recompute, split_layers
@@ -160,27 +161,28 @@ def _lightest(
 
     Fewer than `least` do not fit.
     """
-    layers = _recomputed(priced, layout, limits, stated, least)
-    if layers > max(layout.layers_per_stage):  # stated for a longer stage: the rules refuse it
-        return None
-    candidate = replace(layout, recompute_layers=layers)
-    memory = priced.memory(candidate)
-    return _Fitting(layout=candidate, reserved=memory.reserved) if limits.hold(memory) else None
+    longest, layers = max(layout.layers_per_stage), 0
 
-
-def _recomputed(
-    priced: PricedLayout, layout: Layout, limits: Limits, stated: StatedSplit, least: int
-) -> int:
-    """Return the fewest recomputed layers per stage that fit the device; 0 for all."""
-    if layout.recompute is not Recompute.FULL:
-        return 0
-    if stated.recompute_layers is not None:
-        return stated.recompute_layers
+    @cache
+    def demand(layers: int) -> MemoryDemand:
+        return priced.memory(replace(layout, recompute_layers=layers))
 
     def reserved(layers: int) -> float:
-        return priced.memory(replace(layout, recompute_layers=layers)).reserved
+        return demand(layers % longest).reserved  # all are written as 0
 
-    return _fewest(reserved, limits.device, least, max(layout.layers_per_stage) - 1) or 0
+    if layout.recompute is Recompute.FULL and stated.recompute_layers is None:
+        fewest = _fewest(reserved, limits.device, least, longest)
+        if fewest is None:
+            return None
+        layers = fewest % longest
+    elif layout.recompute is Recompute.FULL:
+        layers = stated.recompute_layers or 0
+    if layers > longest:  # stated for a longer stage: the rules refuse it
+        return None
+    if not limits.hold(demand(layers)):
+        return None
+    candidate = replace(layout, recompute_layers=layers)
+    return _Fitting(layout=candidate, reserved=demand(layers).reserved)
 
 
 def _fewest(reserved: Callable[[int], float], limit: float, least: int, most: int) -> int | None:
@@ -188,14 +190,13 @@ def _fewest(reserved: Callable[[int], float], limit: float, least: int, most: in
 
     Memory falls almost linearly with the number, so a secant finds it in a step or two.
     """
-    if least > most:
+    least = min(least, most)
+    above = reserved(most)  # first: most layouts that do not fit are known by it
+    if above > limit:
         return None
     below = reserved(least)
     if below <= limit:
         return least
-    above = reserved(most)
-    if above > limit:
-        return None
     low, high = least, most  # low does not fit, high does
     while high - low > 1:
         share = (below - limit) / max(below - above, 1.0)
