@@ -65,6 +65,18 @@ class _Level:
     recomputed: Values
     num_layers: int
 
+    def take(self, rows: NDArray[np.int64]) -> "_Level":
+        """Return the question of some rows."""
+        scores = self.scores
+        return _Level(
+            scores=_Scores(
+                layer=scores.layer[rows], fixed=scores.fixed[rows], redone=scores.redone[rows]
+            ),
+            room=self.room[rows],
+            recomputed=self.recomputed[rows],
+            num_layers=self.num_layers,
+        )
+
     def fits(self) -> NDArray[np.bool_]:
         """Whether memory has room for all layers."""
         return np.asarray(self.room.sum(axis=1) >= self.num_layers)
@@ -127,20 +139,25 @@ class SplitBound:
     ) -> Values:
         """Halve the interval between a known bound and what is of interest."""
 
-        def holds(seconds: Values) -> NDArray[np.bool_]:
+        def holds(level: _Level, rows: NDArray[np.int64], seconds: Values) -> NDArray[np.bool_]:
             return level.holds(seconds / self.stretch - self.once[rows])
 
         never = ~level.fits()
         if np.isfinite(above):
-            never |= ~holds(np.full(len(rows), above))
-        low, high = below, np.minimum(above, 4 * below)
-        if (never | holds(below)).all():  # most are, and the halvings are most of the work
-            return np.where(never, np.inf, low)
+            never |= ~holds(level, rows, np.full(len(rows), above))
+        bound = np.where(never, np.inf, below)
+        # Most are settled by now, and the halvings are most of the work.
+        some = np.flatnonzero(~(never | holds(level, rows, below)))
+        if not len(some):
+            return bound
+        level, rows, low = level.take(some), rows[some], below[some]
+        high = np.minimum(above, 4 * low)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            enough = holds(middle)
+            enough = holds(level, rows, middle)
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        return np.where(never, np.inf, low)
+        bound[some] = low
+        return bound
 
 
 def split_bound(
