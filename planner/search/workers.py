@@ -1,7 +1,6 @@
 """Questions that do not wait for each other, asked of several processes at once."""
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import starmap
 from signal import SIG_IGN, SIGINT, signal
 from typing import TypeVar, TypeVarTuple
@@ -27,6 +26,8 @@ def mapped(
     if min(workers, len(asked)) <= 1:
         yield from starmap(answer, asked)
         return
+    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415 - others start faster
+
     # An interrupt is this process's to tell of; the others end with it.
     pool = ProcessPoolExecutor(
         min(workers, len(asked)), initializer=signal, initargs=(SIGINT, SIG_IGN)
