@@ -23,6 +23,7 @@ from costmodels.block_costs import (
 from costmodels.collective_costs import Pricing, exposed_seconds
 from costmodels.hardware import Cluster
 from costmodels.hops import Hops, pipeline_hops
+from costmodels.host_transfers import seconds_to_host
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
@@ -76,13 +77,16 @@ class BlockTimes:
     """Seconds of one micro-batch in one block, one entry per layout.
 
     Attributes:
-        forward: With what ZeRO-3's gathers add.
-        backward_input: With selective recomputation and what ZeRO-3's gathers and reductions add.
+        forward: With what ZeRO-3's gathers and offloaded activations add.
+        backward_input: With selective recomputation and what ZeRO-3's gathers and reductions and
+            offloaded activations add.
         backward_weight: Gradients of weights.
         recompute: What full recomputation of the block adds to backward.
         gathers: What ZeRO-3 moves, by itself.
         gather_exposed: Part of `forward` that is the gather.
         backward_exposed: Part of `backward_input` that is the gather and the reduction.
+        offload: Moving activations to the host and back, by itself.
+        offload_exposed: Part of `forward` and `backward_input` that is this.
         weights: Weights of the block on its rank.
 
     """
@@ -94,6 +98,8 @@ class BlockTimes:
     gathers: BlockGathers
     gather_exposed: Seconds
     backward_exposed: Seconds
+    offload: Seconds
+    offload_exposed: Seconds
     weights: RankWeights
 
     @property
@@ -160,16 +166,23 @@ def layout_costs(
     )
     priced = price_workload(build_workload(model, _as_on(job, cluster), shard), pricing)
 
-    def times(costs: BlockCosts, weights: RankWeights) -> BlockTimes:
+    def times(
+        costs: BlockCosts, weights: RankWeights, to_host: Seconds | None = None
+    ) -> BlockTimes:
         gathers = block_gathers(weights, job, table, placement, rates)
-        return _block_times(costs.total[:, shard_of_row], weights, gathers, table, rates)
+        total = costs.total[:, shard_of_row]
+        return _block_times(total, weights, gathers, table, rates, to_host=to_host)
 
     layers = [layer_weights(model, job, kind, table) for kind, _ in priced.layers]
+    moved = [
+        seconds_to_host(model, job, kind, table, rates, modules=recompute_modules)
+        for kind, _ in priced.layers
+    ]
     return LayoutCosts(
         embedding=times(priced.embedding, embedding_weights(model, job, table)),
         layers=tuple(
-            (kind, times(costs, weights))
-            for (kind, costs), weights in zip(priced.layers, layers, strict=True)
+            (kind, times(costs, weights, to_host))
+            for (kind, costs), weights, to_host in zip(priced.layers, layers, moved, strict=True)
         ),
         head=times(priced.head, head_weights(model, job, table)),
         priced=priced,
@@ -224,8 +237,13 @@ def _block_times(
     gathers: BlockGathers,
     table: LayoutTable,
     rates: Rates,
+    *,
+    to_host: Seconds | None,
 ) -> BlockTimes:
-    """Combine a block's local seconds with what ZeRO-3 moves beside them."""
+    """Combine a block's local seconds with what ZeRO-3 and offloading move beside them.
+
+    Copies to the host and back take no multiprocessor: they cost what outlasts the block.
+    """
     selective = np.where(table.recompute == SELECTIVE_CODE, total[SELECTIVE], 0.0)
     forward, to_weight = total[FORWARD], total[BACKWARD_WEIGHT]
     to_input = total[BACKWARD_INPUT] + selective
@@ -237,14 +255,20 @@ def _block_times(
     exposed = exposed_seconds(beside_backward, backward, rates)
     again = backward + total[RECOMPUTE]
     exposed_again = exposed_seconds(beside_backward, again, rates)
+    if to_host is None:
+        to_host = np.zeros(len(table))
+    leaving = np.maximum(to_host - (forward + gather_exposed), 0.0)
+    coming = np.maximum(to_host - (backward + exposed), 0.0)
     return BlockTimes(
-        forward=forward + gather_exposed,
-        backward_input=to_input + exposed,
+        forward=forward + gather_exposed + leaving,
+        backward_input=to_input + exposed + coming,
         backward_weight=to_weight,
         recompute=total[RECOMPUTE] + exposed_again - exposed,
         gathers=gathers,
         gather_exposed=gather_exposed,
         backward_exposed=exposed,
+        offload=2.0 * to_host,
+        offload_exposed=leaving + coming,
         weights=weights,
     )
 

@@ -44,7 +44,10 @@ def work_terms(blocks: list[StageBlock], layout: Layout) -> list[Term]:
         )
         for cause, own, shown in zip(CAUSES, np.asarray(alone), np.asarray(exposed), strict=True)
     ]
-    return [*terms, local_term("recompute", m * recompute), _zero3_term(blocks, m)]
+    terms.append(local_term("recompute", m * recompute))
+    if layout.offload:
+        terms.append(_offload_term(blocks, m))
+    return [*terms, _zero3_term(blocks, m)]
 
 
 def _by_cause(block: StageBlock, name: str, *, selective: bool) -> NDArray[np.float64]:
@@ -79,6 +82,18 @@ def _zero3_term(blocks: list[StageBlock], num_micro_batches: int) -> Term:
     return Term(
         name="zero3_gather",
         axis="dp",
+        seconds=num_micro_batches * seconds,
+        exposed_seconds=num_micro_batches * exposed,
+    )
+
+
+def _offload_term(blocks: list[StageBlock], num_micro_batches: int) -> Term:
+    """Return what moving activations to the host and back costs."""
+    seconds = sum(block.count * float(block.times.offload[0]) for block in blocks)
+    exposed = sum(block.count * float(block.times.offload_exposed[0]) for block in blocks)
+    return Term(
+        name="offload",
+        axis=None,
         seconds=num_micro_batches * seconds,
         exposed_seconds=num_micro_batches * exposed,
     )

@@ -22,6 +22,7 @@ _LIMITS = {
     "optimizer": "memory bandwidth",
     "bubble": "the pipeline bubble",
     "stragglers": "waiting for the slowest node",
+    "offload": "the link to the host",
     "step_overhead": "host work between steps",
 }
 
