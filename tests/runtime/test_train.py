@@ -124,6 +124,7 @@ def test_a_plan_of_two_stages_trains_on_text_and_resumes_where_it_stopped(tmp_pa
         "learning_rate",
     }
     assert all(line["tokens_per_second_per_gpu"] > 0 for line in measured)
+    assert all(line["dropped_share"] is None for line in measured)  # no limit was asked for
     assert not (folder / UNFINISHED).exists()
 
     assert "going on" not in done.stderr
