@@ -6,7 +6,8 @@ layers in each of its stages gives back at most
     k * (micro-batches in flight on the rank) * (kept - recomputed bytes of a layer)
 
 so k is at least what is missing over that, with the rank that holds most micro-batches and the
-layer that gives back most. Where recomputing every layer does not fit, no k does.
+layer that gives back most. Where recomputing every layer does not fit, no k does; nor where what
+split backwards put off (`put_off_bound.py`) does not.
 """
 
 from dataclasses import replace
@@ -22,6 +23,7 @@ from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
+from costmodels.put_off_bound import put_off_lower_bound
 from costmodels.schedule import in_flight_closed_form
 
 Column = NDArray[np.float64]
@@ -59,6 +61,11 @@ def least_recomputed_layers(
             model, job, cluster, everything.take(short), even_chunks=even_chunks
         )
         least[short] = np.where(redone <= limit, np.maximum(needed, 1.0), np.inf)
+        may = short[redone <= limit]
+        put_off = put_off_lower_bound(
+            model, job, cluster, everything.take(may), even_chunks=even_chunks
+        )
+        least[may[put_off > limit]] = np.inf
     return least
 
 

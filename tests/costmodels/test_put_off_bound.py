@@ -1,0 +1,95 @@
+"""What split backwards put off, against the exact memory of splits and recomputed layers."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from small_worlds import llama_8b, mixtral
+
+from costmodels.hardware import make_cluster
+from costmodels.job import Target, TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout_table import table_of
+from costmodels.memory import estimate_memory
+from costmodels.model import MixtureOfExperts
+from costmodels.profile_toml import read_profile
+from costmodels.put_off_bound import put_off_lower_bound
+from costmodels.schedule import PipelineShape, shape_refusals
+
+CLUSTER = make_cluster(read_profile("h100-sxm-80gb"), 64)
+LAYERS = 24
+DENSE = llama_8b(num_layers=LAYERS)
+EXPERTS = mixtral(
+    num_layers=LAYERS,
+    moe=MixtureOfExperts(
+        num_experts=8, experts_per_token=2, ffn_hidden_size=2048, num_dense_layers=3
+    ),
+)
+SPLIT_BACKWARDS = (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)
+
+
+def layout_of(rng):
+    """A layout of a schedule that splits backwards, in any shape that it admits."""
+    schedule, pipeline = rng.choice(SPLIT_BACKWARDS), rng.choice([2, 3, 4, 5, 8])
+    stages = rng.choice([1, 2, 3]) if schedule is Schedule.ZERO_BUBBLE else 2
+    shape = PipelineShape(
+        schedule=schedule,
+        pipeline_parallel=pipeline,
+        stages_per_rank=stages,
+        num_micro_batches=rng.randint(1, 3 * pipeline),
+    )
+    refusals = shape_refusals(shape)
+    micro_batches = refusals[0].allowed[0] if refusals else shape.num_micro_batches
+    tensor = rng.choice([1, 2])
+    return Layout(
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        data_parallel=2,
+        zero_stage=rng.choice([0, 1]),
+        zero_group=2,
+        micro_batch_size=rng.choice([1, 2]),
+        num_micro_batches=micro_batches,
+        stages_per_rank=stages,
+        schedule=schedule,
+        recompute=Recompute.FULL,
+        sequence_parallel=tensor > 1,
+        layers_per_stage=split_layers(LAYERS, pipeline * stages),
+    )
+
+
+def splits_of(rng, layout):
+    """The even split, and others where a rank has one stage."""
+    yield layout.layers_per_stage
+    if layout.stages_per_rank == 1:
+        for _ in range(3):
+            cuts = sorted(rng.sample(range(1, LAYERS), layout.num_stages - 1))
+            yield tuple(b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_number_of_recomputed_layers_goes_below_the_bound(block):
+    near = 0
+    for seed in range(40 * block, 40 * block + 40):
+        rng = random.Random(seed)  # noqa: S311 - layouts, not secrets
+        layout, model = layout_of(rng), rng.choice([DENSE, EXPERTS])
+        job = TrainingJob(
+            seq_len=4096,
+            global_batch_size=layout.global_batch_size,
+            target=rng.choice(list(Target)),
+        )
+        bound = put_off_lower_bound(model, job, CLUSTER, table_of([layout]), even_chunks=True)[0]
+        for split in splits_of(rng, layout):
+            for layers in {0, 1, rng.randint(1, max(split))}:
+                one = replace(layout, layers_per_stage=split, recompute_layers=layers)
+                exact = estimate_memory(model, job, CLUSTER, one).parts.reserved
+                assert 0 < bound <= exact, (seed, split, layers)
+                near += bound > 0.9 * exact
+    assert near >= 20  # of what all splits take, it says nearly all of some
+
+
+def test_nothing_is_claimed_of_other_layouts():
+    layout = layout_of(random.Random(0))  # noqa: S311 - layouts, not secrets
+    job = TrainingJob(seq_len=4096, global_batch_size=layout.global_batch_size)
+    whole = replace(layout, schedule=Schedule.INTERLEAVED)
+    kept = replace(layout, recompute=Recompute.SELECTIVE)
+    assert put_off_lower_bound(DENSE, job, CLUSTER, table_of([whole, kept])).tolist() == [0, 0]
