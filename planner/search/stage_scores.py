@@ -13,13 +13,15 @@ with d_r = min(m - 1, r) weight gradients that rank r puts off behind that (rank
 ends the step) and W the sum of all. Each rank has the one that is larger for an even split. All are
 linear in the layers of a stage (derivations: `costmodels/schedule/bound.py`), which makes
 them the solver's scores: nanoseconds, rounded down, so that a score is never above the exact
-value. Memory is what `costmodels/stage_memory.py` says of the moment of most micro-batches, in
-KiB, rounded in favour of fitting; the exact models judge every split that comes back.
+value. Memory is what `costmodels/stage_memory.py` says of the moment that fills a rank's layers
+most, with what waits for input and for weight gradients apart, in KiB, rounded in favour of
+fitting; the exact models judge every split that comes back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor
 
+from costmodels.activations import LayerBytes
 from costmodels.block_memory import BlockMemory
 from costmodels.bounds import around_rows
 from costmodels.estimate import stage_costs
@@ -30,6 +32,7 @@ from costmodels.layout_costs import LayoutCosts
 from costmodels.layout_table import table_of
 from costmodels.memory import stage_memory
 from costmodels.model import ModelSpec
+from costmodels.moments import Moment
 from costmodels.stage_costs import BlockSeconds, StageCosts
 from costmodels.stage_memory import StageMemory
 from costmodels.units import KIB
@@ -70,7 +73,12 @@ def scored_problem(
         layers=tuple((block, model.layer_kinds.count(kind)) for kind, block in seconds.layers),
         redone=_least_redone(model, layout, seconds),
     )
-    room = _Room(memory=memory, layout=layout)
+    activations = dict(zip(blocks.kinds, blocks.layer_bytes, strict=True))
+    room = _Room(
+        memory=memory,
+        layout=layout,
+        activations=tuple(activations[replace(kind, window=None)] for kind, _ in memory.layers),
+    )
     problem = StageProblem(
         kind_of_layer=tuple(kinds.index(kind) for kind in model.layer_kinds),
         cost=tuple(tuple(scores.layer(r, block) for _, block in seconds.layers) for r in ranks),
@@ -182,20 +190,26 @@ class _Room:
 
     memory: StageMemory
     layout: Layout
+    activations: tuple[LayerBytes, ...]  # of one layer of each kind
 
     def layer(self, rank: int, kind: int) -> int:
         """KiB of one layer that is not recomputed."""
         _, layer = self.memory.layers[kind]
-        return floor((layer.states + self._in_flight(rank) * layer.kept) / KIB)
+        return floor((layer.states + self._waits(self._moment(rank), kind)) / KIB)
 
     def saved(self, rank: int) -> int:
         """KiB that recomputing one layer saves, at most."""
-        gains = (layer.kept - layer.recomputed for _, layer in self.memory.layers)
-        return ceil(self._in_flight(rank) * max(gains) / KIB)
+        moment = self._moment(rank)
+        gains = (
+            self._waits(moment, kind) - self._waits(moment, kind, again=True)
+            for kind in range(len(self.activations))
+        )
+        return ceil(max(0.0, *gains) / KIB)
 
     def base(self, rank: int) -> int:
         """KiB of a rank without layers."""
-        memory, in_flight = self.memory, self._in_flight(rank)
+        memory, moment = self.memory, self._moment(rank)
+        in_flight = moment.in_flight
         moving = memory.transient
         if self.layout.recompute is Recompute.FULL:
             moving = min(moving, memory.recompute_transient)
@@ -204,11 +218,26 @@ class _Room:
             held += memory.embedding.states
         if rank == self.layout.pipeline_parallel - 1:
             # The logits of one micro-batch are not saved beside a layer's backward pass.
-            moving = max(memory.head.transient, moving - memory.head.kept)
+            moving -= memory.head.kept
+            if any(moment.until_input):  # else the head has run
+                moving = max(memory.head.transient, moving)
             held += memory.head.states + in_flight * memory.head.kept
         else:
             held += in_flight * memory.boundary
         return floor((held + moving) / KIB)
 
-    def _in_flight(self, rank: int) -> int:
-        return max(moment.in_flight for moment in self.memory.moments[rank])
+    def _moment(self, rank: int) -> Moment:
+        """Return the moment of a rank that layers which all are alike fill most."""
+        again = self.layout.recompute is Recompute.FULL
+        return max(
+            self.memory.moments[rank],
+            key=lambda moment: (self._waits(moment, 0, again=again), moment.in_flight),
+        )
+
+    def _waits(self, moment: Moment, kind: int, *, again: bool = False) -> float:
+        """Bytes that a layer keeps for the micro-batches of a moment."""
+        layer, raw = self.memory.layers[kind][1], self.activations[kind]
+        kept, put_off = (raw.recomputed, raw.put_off_again) if again else (raw.kept, raw.put_off)
+        allocated = layer.recomputed / float(raw.recomputed[0])  # by what is asked for
+        waits = sum(moment.until_input) * float(kept[0]) + sum(moment.put_off) * float(put_off[0])
+        return waits * allocated
