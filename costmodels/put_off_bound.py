@@ -4,15 +4,15 @@ Between its input gradient and its weight gradient a micro-batch keeps what reco
 back, in every layer of its stage. A moment with many of those is in every step of m micro-batches
 (p ranks, rank r, v stages per rank, rounds of R; stages x micro-batches):
 
-    schedule      when                                  put off            until the input gradient
-    zero-bubble   after I of turn r                     min(r + 1, v m)    (v - 1) R + p - 1 - r
-    zbv           first I0 behind the pairs (I0 I1)     2 r + 1            p - 1 - r
-                  first I0 of the steady phase          1                  2 p - 2
-    dualpipev     end of phase 6                        r + 1              p - 1 - r
+    schedule      when                               put off          until the input gradient
+    zero-bubble   after I of turn r                  min(r + 1, v m)  (v - 1) R + p - 1 - r
+    zbv           first I0 behind the pairs (I0 I1)  2 r + 1          p - 1 - r
+                  first I1                           1                2 p - 1
+    dualpipev     end of phase 6                     r + 1            p - 1 - r
 
-zero-bubble holds no more of the latter than it has left; zbv is bounded from 2 p - 1 micro-batches
-on, of which its table is made. Tables: `schedule/looped.py`, `schedule/v_shaped.py`. With one stage
-per rank a weighted mean of the ranks bounds every partition, as in `memory_bound.py`.
+zero-bubble holds no more of the latter than it has left, zbv of neither where the micro-batches end
+before 2 p - 1. Tables: `schedule/looped.py`, `schedule/v_shaped.py`. With one stage per rank a
+weighted mean of the ranks bounds every partition, as in `memory_bound.py`.
 """
 
 import numpy as np
@@ -120,15 +120,16 @@ def _moments(table: LayoutTable, pipeline: int) -> tuple[tuple[IntColumn, IntCol
     stages = table.stages_per_rank[:, None]
     is_looped = schedule == SCHEDULES.index(Schedule.ZERO_BUBBLE)
     is_zbv = schedule == SCHEDULES.index(Schedule.ZBV)
-    is_whole = ~is_zbv | (m >= 2 * pipeline - 1)
     round_size = m // np.maximum(1, m // pipeline)
     ahead = np.where(stages > 1, (stages - 1) * round_size, 0) + pipeline - 1 - rank
     put_off = np.where(is_looped, np.minimum(rank + 1, stages * m), rank + 1)
-    put_off = np.where(is_zbv, 2 * rank + 1, put_off)
     waiting = np.where(is_looped, np.minimum(ahead, stages * m - put_off), pipeline - 1 - rank)
-    nothing, one = np.zeros_like(put_off), np.ones_like(put_off)
-    steady = np.where(is_zbv & is_whole, 2 * pipeline - 2, nothing)
+    # The table of zbv is that of 2 p - 1 micro-batches, without those that are missing.
+    down = np.clip(m - (pipeline - 1), 0, rank + 1)
+    up = np.clip(m - (2 * pipeline - 1 - rank), 0, rank)
+    left = np.clip(m - (pipeline + rank), 0, pipeline - 1 - rank)
+    begun = np.minimum(m, 2 * pipeline - 1 - rank) + np.minimum(rank + 1, m) - 1
     return (
-        (np.where(is_whole, waiting, nothing), np.where(is_whole, put_off, one)),
-        (steady, np.where(is_zbv, one, nothing)),
+        (np.where(is_zbv, left, waiting), np.where(is_zbv, down + up, put_off)),
+        (np.where(is_zbv, begun, 0), np.where(is_zbv, 1, 0)),
     )
