@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from costmodels.compiled.activations import LayerActivations, layer_activations
 from costmodels.job import Precision, TrainingJob
-from costmodels.layout import Recompute, Schedule
-from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable
+from costmodels.layout import Recompute
+from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.states import LOW_PRECISIONS
 from costmodels.targets import BEHAVIOURS, FrameworkBehaviour
@@ -34,7 +34,6 @@ UNFUSED_NORM_BYTES = 6
 ROUTER_BYTES = 11
 # chosen: the fullest expert-parallel rank beyond its fair share where routing is not evened out.
 EXPERT_IMBALANCE = 1.2
-_PUTS_OFF = [SCHEDULES.index(s) for s in (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +94,9 @@ def layer_bytes(
         everything=everything,
         put_off=put_off,
         put_off_again=operands + parts.layer_input if operands_alone else everything,
-        waiting=np.where(puts_off(table), np.minimum(kept, put_off), kept),
+        waiting=np.where(table.puts_off, np.minimum(kept, put_off), kept),
         transient=np.broadcast_to(parts.backward_transient, len(table)).astype(np.float64),
     )
-
-
-def puts_off(table: LayoutTable) -> NDArray[np.bool_]:
-    """Tell which layouts may run weight gradients later than input gradients."""
-    return np.isin(table.schedule, _PUTS_OFF)
 
 
 def _sum(parts: LayerActivations) -> Column:

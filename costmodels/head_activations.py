@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.activations import element_bytes, puts_off, tokens_per_rank
+from costmodels.activations import element_bytes, tokens_per_rank
 from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
@@ -66,5 +66,5 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
         saved=saved,
         peak=per_logit * tokens * vocab * chunk,
         gradient=gradient,
-        waiting=np.where(puts_off(table), np.minimum(saved, gradient), saved),
+        waiting=np.where(table.puts_off, np.minimum(saved, gradient), saved),
     )

@@ -40,6 +40,9 @@ def distinct(values: IntColumn) -> IntColumn:
     return np.unique(values, axis=axis, return_index=True)[0]
 
 
+_PUTS_OFF = [SCHEDULES.index(s) for s in (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
     """Columns of equal length, one row per layout (see Layout for the meaning of each)."""
@@ -69,6 +72,11 @@ class LayoutTable:
     def __len__(self) -> int:
         """Return the number of layouts."""
         return len(self.data_parallel)
+
+    @property
+    def puts_off(self) -> NDArray[np.bool_]:
+        """Rows that may run weight gradients later than input gradients."""
+        return np.asarray((self.pipeline_parallel > 1) & np.isin(self.schedule, _PUTS_OFF))
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "LayoutTable":
         """Return a table of some rows."""

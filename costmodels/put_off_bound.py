@@ -18,7 +18,6 @@ weighted mean of the ranks bounds every partition, as in `memory_bound.py`.
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.activations import puts_off
 from costmodels.block_memory import block_memory
 from costmodels.framework_memory import fragmentation_fraction
 from costmodels.hardware import Cluster
@@ -58,7 +57,7 @@ def put_off_lower_bound(
     bound = np.zeros(len(table))
     is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
     stays = (table.offload_activations == 0) & (table.pipeline_parallel > 1)
-    known = np.flatnonzero(is_full & stays & puts_off(table))
+    known = np.flatnonzero(is_full & stays & table.puts_off)
     for pipeline in distinct(table.pipeline_parallel[known]).tolist():
         rows = known[table.pipeline_parallel[known] == pipeline]
         bound[rows] = _bound_of(model, job, cluster, table.take(rows), even_chunks=even_chunks)

@@ -147,13 +147,12 @@ def _layers_backward(
 def _head_loads(blocks: BlockMemory, waiting: _Load, moment: Moment) -> list[_Load]:
     """Return the moments of loss and head: of a micro-batch at work, or of its put-off part."""
     moving, head, found = blocks.transients, blocks.head_bytes, []
-    of_head = float(moving.head[0])
     if moment.until_input[-1]:
         loss, gradient = float(head.peak[0]), float(head.gradient[0])
         found.append(waiting.plus(transient=float(moving.always[0]), logits=loss))
-        found.append(waiting.plus(transient=of_head, logits=gradient))
+        found.append(waiting.plus(transient=float(moving.head[0]), logits=gradient))
     if moment.put_off[-1]:
-        found.append(waiting.plus(transient=of_head))
+        found.append(waiting.plus(transient=float(moving.head_put_off[0])))
     return found
 
 

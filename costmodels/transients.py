@@ -40,6 +40,8 @@ class Transients:
         embedding: While the embedding runs backward, last of all.
         released: Of `gathered`, what is no longer held by then: the layers.
         head: While the head runs backward, the logits and their gradient apart.
+        head_put_off: While its weight's gradient is computed that was put off: autograd copies
+            what it is handed.
 
     """
 
@@ -52,6 +54,7 @@ class Transients:
     embedding: Column
     released: Column
     head: Column
+    head_put_off: Column
 
 
 def transients(
@@ -107,6 +110,7 @@ def transients(
         + np.maximum(of_table * copies, of_table + _whole_gradients(job, table, embedding)),
         released=np.maximum(gathered - embedding.gathered - head.gathered * ends_stay, 0.0),
         head=always + of_head + _product(job, output),
+        head_put_off=always + of_head + 2 * _product(job, output),
     )
 
 

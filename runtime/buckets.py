@@ -100,6 +100,7 @@ class Bucket:
         self._reducing: Pending | None = None
         self._gathering: Pending | None = None
         self._missing = set(range(len(self.parameters)))  # no gradient of the step has come yet
+        self._early: dict[int, Tensor] = {}  # gradients that wait for the others of a split pass
         if not sharing.cuts("gradients"):
             self._whole_gradients()
         if cuts_weights:
@@ -160,11 +161,32 @@ class Bucket:
             place.add_(gradient)
         parameter.grad = place if self._grads_in_place else None
 
+    def collect_early(self, index: int) -> None:
+        """Take over a gradient long before the others of its bucket.
+
+        It is kept by itself, so that the others' places need no memory until they come.
+        """
+        if self._whole is not None:
+            self.collect(index)
+            return
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        assert gradient is not None
+        if index in self._early:
+            self._early[index].add_(gradient)
+        else:
+            self._early[index] = gradient.to(self._grad_dtype, copy=True)
+        parameter.grad = None
+
     def _whole_gradients(self) -> Tensor:
         """Return the buffer, made where there is none; undefined where no gradient came yet."""
         if self._whole is None:
             self._whole = self.full.new_empty(self._length, dtype=self._grad_dtype)
             self._whole[self._places[-1].stop :].zero_()  # padding
+            for index, gradient in self._early.items():
+                self._whole[self._places[index]].view_as(gradient).copy_(gradient)
+            self._missing -= self._early.keys()
+            self._early = {}
         return self._whole
 
     @property
@@ -212,6 +234,7 @@ class Bucket:
         """Forget the step's gradients."""
         self.gradients = None
         self._missing = set(range(len(self.parameters)))
+        self._early = {}
         for parameter in self.parameters:
             parameter.grad = None
 

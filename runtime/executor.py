@@ -28,7 +28,7 @@ from runtime.host_memory import activations_on_host
 from runtime.mesh import Mesh
 from runtime.pending import Done, Pending
 from runtime.program import IGNORED_LABEL, TOKEN_WEIGHT, Batch, Program
-from runtime.split_backward import Key, WeightGradients, split_linears
+from runtime.split_backward import Half, Key, WeightGradients, split_linears
 from runtime.tracing import Trace
 from runtime.zero import ShardedStates
 
@@ -162,13 +162,14 @@ class Executor:
         self._states.end_backward(key[0])
 
     def _backward_input(self, key: Key) -> None:
-        self._states.begin_backward(key[0], is_whole=False)
+        self._states.begin_backward(key[0], Half.INPUT)
         with self._put_off.deferring(key):
             self._differentiate(key)
         self._states.end_backward(key[0])
 
     def _backward_weight(self, key: Key) -> None:
-        self._states.begin_backward(key[0], is_final=self._is_last_backward(key))
+        is_final = self._is_last_backward(key)
+        self._states.begin_backward(key[0], Half.WEIGHT, is_final=is_final)
         self._put_off.compute(key)
         self._states.end_backward(key[0])
 

@@ -11,6 +11,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,13 @@ Key = tuple[int, int]  # stage, micro-batch
 
 _LINEAR = torch.ops.aten.linear.default
 _ATTRIBUTE = "weight_gradients"
+
+
+class Half(Enum):
+    """Which half of a split backward runs."""
+
+    INPUT = "I"
+    WEIGHT = "W"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +68,16 @@ class WeightGradients(nn.Module):
             self._key = None
 
     def compute(self, key: Key) -> None:
-        """Compute what was put off and let autograd accumulate it, hooks included."""
-        products = self._waiting.pop(key)
-        edges = [product.weight for product in products]
-        if edges:
-            torch.autograd.backward(edges, [product.value() for product in products])
+        """Compute what was put off and let autograd accumulate it, hooks included.
+
+        One weight at a time: all gradients of a stage at once would be its weights once more.
+        """
+        by_weight: dict[GradientEdge, list[_Product]] = {}
+        for product in self._waiting.pop(key):
+            by_weight.setdefault(product.weight, []).append(product)
+        for weight in list(by_weight):
+            products = by_weight.pop(weight)
+            torch.autograd.backward([weight] * len(products), [one.value() for one in products])
 
     def take(self, product: _Product) -> bool:
         """Put a product off, if the backward that runs is the first half."""

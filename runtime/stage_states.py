@@ -16,6 +16,7 @@ from runtime.gathering import Gathering
 from runtime.mesh import Mesh
 from runtime.packing import Precisions, new_parameters, runs, share_by_name, sharing_of
 from runtime.program import StageModule
+from runtime.split_backward import Half
 
 
 class StageStates:
@@ -48,6 +49,9 @@ class StageStates:
         )
         self._cuts_gradients = any(b.sharing.cuts("gradients") for b in self.buckets)
         self._waiting: list[set[int]] = []
+        self._half: Half | None = None
+        # Parameters whose gradients the first half of a split backward gives.
+        self._come_first: list[set[int]] = [set() for _ in self.buckets]
         self._next = -1
         self._reduces = False
         self._is_final = False
@@ -56,11 +60,15 @@ class StageStates:
         self._gathering = self._gather_units(stage) if per_unit else None
         self._wait_at_first_use(stage)
 
-    def begin_backward(self, *, is_final: bool, is_whole: bool) -> None:
-        """Expect one gradient of every parameter."""
-        self._reduces = is_final or (is_whole and self._cuts_gradients)
+    def begin_backward(self, half: Half | None, *, is_final: bool) -> None:
+        """Expect one gradient of every parameter, of those that a half of a backward gives."""
+        self._half = half
+        self._reduces = half is not Half.INPUT and (is_final or self._cuts_gradients)
         self._is_final = is_final
         self._waiting = [set(range(len(bucket.parameters))) for bucket in self.buckets]
+        if half is Half.WEIGHT:
+            pairs = zip(self._waiting, self._come_first, strict=True)
+            self._waiting = [every - first for every, first in pairs]
         self._next = len(self.buckets) - 1
         if self._gathering is not None:
             self._gathering.begin_backward()
@@ -85,6 +93,10 @@ class StageStates:
     def _collect(self, bucket: int, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             if parameter.grad is None:  # autograd came by without one: it was put off
+                return
+            if self._half is Half.INPUT:
+                self._come_first[bucket].add(index)
+                self.buckets[bucket].collect_early(index)
                 return
             self.buckets[bucket].collect(index)
             self._waiting[bucket].discard(index)

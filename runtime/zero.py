@@ -16,6 +16,7 @@ from runtime.first_values import Initialiser, move_buffers, own_piece
 from runtime.mesh import Mesh
 from runtime.packing import Precisions
 from runtime.program import Program
+from runtime.split_backward import Half
 from runtime.stage_states import StageStates
 
 __all__ = ["Precisions", "ShardedStates"]
@@ -66,17 +67,18 @@ class ShardedStates:
         """All buckets of the rank, in model order."""
         return tuple(b for stage in self._stages.values() for b in stage.buckets)
 
-    def begin_backward(self, stage: int, *, is_final: bool = False, is_whole: bool = True) -> None:
+    def begin_backward(
+        self, stage: int, half: Half | None = None, *, is_final: bool = False
+    ) -> None:
         """Prepare a stage for a backward pass.
 
         Args:
             stage: Global index.
+            half: Of a split backward; None for a whole one.
             is_final: The pass completes the step's gradients of the stage.
-            is_whole: The pass completes those of its micro-batch; the first half of a split
-                backward does not, and nothing is reduced behind it.
 
         """
-        self._stages[stage].begin_backward(is_final=is_final, is_whole=is_whole)
+        self._stages[stage].begin_backward(half, is_final=is_final)
 
     def end_backward(self, stage: int) -> None:
         """Start what the backward pass has left to reduce, and free gathered weights."""

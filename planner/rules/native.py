@@ -13,7 +13,7 @@ import numpy as np
 from costmodels.layout import ContextParallelType, Offload, Schedule
 from costmodels.layout_table import CONTEXT_PARALLEL_TYPES, SCHEDULES
 from planner.rules.common import COMMON
-from planner.rules.rule import Case, Mask, Rule
+from planner.rules.rule import CUTS_GRADIENTS, Case, Mask, Rule
 from planner.rules.shapes import KV_HEADS_DIVIDE, ULYSSES
 
 
@@ -42,6 +42,25 @@ EXPERT_TOKENS_DIVIDE = Rule(
     given=("tensor_parallel", "context_parallel", "seq_len"),
     blames=("tensor_parallel",),
 )
+
+
+def _expert_gradients_come_whole(case: Case) -> Mask:
+    table = case.table
+    cuts = table.zero_stage >= CUTS_GRADIENTS
+    return np.asarray(~(cuts & table.puts_off) | (case.model.moe is None), dtype=np.bool_)
+
+
+# Only linear layers put their weights' gradients off: those of experts come with the first half of
+# a backward pass and wait, whole, for the second, when all of a layer are reduced together.
+EXPERT_GRADIENTS_WAIT = Rule(
+    name="expert_gradients_are_cut_at_once",
+    reads=("zero_stage", "schedule", "pipeline_parallel"),
+    holds=_expert_gradients_come_whole,
+    says="schedule {schedule} (--schedule) splits backwards, between whose halves the native "
+    "runtime keeps whole gradients of experts, which ZeRO-{zero_stage} (--zero) is to cut",
+    given=("schedule", "zero_stage"),
+    blames=("schedule", "zero_stage"),
+)
 # A state of experts is cut over the ranks of a ZeRO group that hold the same experts.
 EXPERT_STATES_DIVIDE = Rule(
     name="zero_group_divides_by_experts",
@@ -61,7 +80,13 @@ EXPERT_STATES_DIVIDE = Rule(
 )
 
 # The passes cut key-value heads over the tensor axis and never copy them.
-RULES: tuple[Rule, ...] = (*COMMON, KV_HEADS_DIVIDE, EXPERT_TOKENS_DIVIDE, EXPERT_STATES_DIVIDE)
+RULES: tuple[Rule, ...] = (
+    *COMMON,
+    KV_HEADS_DIVIDE,
+    EXPERT_TOKENS_DIVIDE,
+    EXPERT_STATES_DIVIDE,
+    EXPERT_GRADIENTS_WAIT,
+)
 
 # One line per feature; a feature that is missing here is planned but not yet executed. Names:
 # schedules as on the command line, "cp:" and a type, "cp-unfused" (a ring or a gather without flash

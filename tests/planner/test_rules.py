@@ -183,6 +183,16 @@ def test_key_value_heads_divide_for_native_and_may_be_copied_for_megatron():
     }
 
 
+@pytest.mark.parametrize("schedule", [Schedule.ZERO_BUBBLE, Schedule.ONE_F_ONE_B])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_native_cuts_no_expert_gradients_between_halves_of_a_backward(schedule, zero_stage):
+    changed = {"pipeline_parallel": 2, "schedule": schedule, "zero_stage": zero_stage}
+    found = set(broken(mixtral(), job(), 16, **changed))
+    splits = schedule is Schedule.ZERO_BUBBLE
+    assert found == ({"expert_gradients_are_cut_at_once"} if splits and zero_stage > 1 else set())
+    assert broken(llama_8b(), job(), 16, **changed) == {}
+
+
 @pytest.mark.parametrize(
     ("target", "changed", "rule"),
     [

@@ -59,3 +59,22 @@ def test_gradients_of_micro_batches_are_added_and_those_of_the_last_step_are_gon
     assert step(bucket, {0: 1.0, 1: 2.0}, {0: 4.0}, cut=cut) == [5.0] * 6 + [2.0] * 4
     assert step(bucket, {0: 1.0}, {0: 4.0}, cut=cut) == [5.0] * 6 + [0.0] * 4
     assert step(bucket, {1: 3.0}, {0: 4.0}, cut=cut) == [4.0] * 6 + [3.0] * 4
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_of_first_halves_wait_by_themselves_and_are_added_to_the_second(dtype, cut):
+    bucket = make_bucket(dtype, cut=cut)
+    for _ in range(2):  # the second step knows nothing of the first
+        for gradient in (1.0, 4.0):  # I of two micro-batches
+            parameter = bucket.parameters[0]
+            value = torch.full(parameter.shape, gradient, dtype=dtype)
+            parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+            bucket.collect_early(0)
+        for last, gradient in enumerate((2.0, 8.0)):  # W of both
+            backward(bucket, {1: gradient})
+            if cut or last:
+                bucket.start_reduce()
+        bucket.finish_reduce()
+        assert bucket.gradients.tolist() == [5.0] * 6 + [10.0] * 4
+        bucket.clear_gradients()

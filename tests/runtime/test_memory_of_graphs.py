@@ -94,6 +94,23 @@ CASES |= {
     for schedule, sizes in SPLIT_BACKWARDS.items()
     for recompute in (Recompute.NONE, Recompute.FULL)
 }
+CASES |= {
+    # Gradients wait whole for nothing but their own layer's second half.
+    f"zero-bubble, ZeRO-{stage}": (
+        replace(LLAMA, num_layers=8),
+        {
+            **SHARDED,
+            "pipeline_parallel": 4,
+            "num_micro_batches": 8,
+            "schedule": Schedule.ZERO_BUBBLE,
+            "recompute": Recompute.FULL,
+            "zero_stage": stage,
+            "layers_per_stage": (2,) * 4,
+        },
+        {},
+    )
+    for stage in (1, 2)
+}
 
 
 @pytest.mark.parametrize("case", CASES)
