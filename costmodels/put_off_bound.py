@@ -11,9 +11,14 @@ back, in every layer of its stage. A moment with many of those is in every step 
     dualpipev     end of phase 6                     r + 1            p - 1 - r
 
 zero-bubble holds no more of the latter than it has left, zbv of neither where the micro-batches end
-before 2 p - 1. Tables: `schedule/looped.py`, `schedule/v_shaped.py`. With one stage per rank a
-weighted mean of the ranks bounds every partition, as in `memory_bound.py`.
+before 2 p - 1. Tables: `schedule/looped.py`, `schedule/v_shaped.py`.
+
+With one stage per rank a weighted mean of the ranks bounds every partition, as in
+`memory_bound.py`. One more recomputed layer per stage gives back what it keeps until the input
+gradient and no more, so that the same moments say how many must be recomputed to fit.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +29,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import RECOMPUTES, SCHEDULES, IntColumn, LayoutTable, distinct
-from costmodels.memory_bound import block_bytes, count_layers
+from costmodels.memory_bound import BlockBytes, block_bytes, count_layers
 from costmodels.model import ModelSpec
 from costmodels.stage_sizes import V_SHAPED, smallest_stages
 
@@ -33,41 +38,63 @@ Column = NDArray[np.float64]
 _ROUNDING = 1 - 1e-9  # given away, so that rounding never lifts a bound over its exact value
 
 
-def put_off_lower_bound(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOff:
+    """What waits for weight gradients under full recomputation, one entry per layout.
+
+    All is 0 where nothing is known: without full recomputation, without split backwards, and where
+    activations go to the host.
+
+    Attributes:
+        bound: Bytes of reserved memory that no number of recomputed layers goes below.
+        least: Layers per stage that must be recomputed to fit a limit, at least.
+
+    """
+
+    bound: Column
+    least: Column
+
+
+def put_off(
     model: ModelSpec,
     job: TrainingJob,
     cluster: Cluster,
     table: LayoutTable,
     *,
+    limit: float,
     even_chunks: bool = False,
-) -> Column:
-    """Return bytes of reserved memory that no number of recomputed layers goes below.
-
-    0 where nothing is known: without full recomputation, without split backwards, and where
-    activations go to the host.
+) -> PutOff:
+    """Return what put-off weight gradients take, whatever is recomputed, and what that leaves.
 
     Args:
         model: The network.
         job: What is trained per step.
         cluster: The machine.
         table: Layouts that the rules allow.
+        limit: Bytes that a rank may reserve.
         even_chunks: With several stages per rank, only the even split (`split_layers`) counts.
 
     """
-    bound = np.zeros(len(table))
+    bound, least = np.zeros(len(table)), np.zeros(len(table))
     is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
-    stays = (table.offload_activations == 0) & (table.pipeline_parallel > 1)
-    known = np.flatnonzero(is_full & stays & table.puts_off)
+    known = np.flatnonzero(is_full & (table.offload_activations == 0) & table.puts_off)
     for pipeline in distinct(table.pipeline_parallel[known]).tolist():
         rows = known[table.pipeline_parallel[known] == pipeline]
-        bound[rows] = _bound_of(model, job, cluster, table.take(rows), even_chunks=even_chunks)
-    return bound * _ROUNDING
+        part, context = table.take(rows), (model, job, cluster)
+        bound[rows], least[rows] = _of_pipeline(*context, part, limit, even_chunks=even_chunks)
+    return PutOff(bound=bound * _ROUNDING, least=least)
 
 
-def _bound_of(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable, *, even_chunks: bool
-) -> Column:
-    """Return the bound of layouts that share their number of pipeline ranks."""
+def _of_pipeline(
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    limit: float,
+    *,
+    even_chunks: bool,
+) -> tuple[Column, Column]:
+    """Return both for layouts that share their number of pipeline ranks."""
     blocks = block_memory(model, job, cluster, table)
     costs = block_bytes(job, cluster, table, blocks, brings_back=False)
     few = smallest_stages(model, table, np.arange(len(table)), even_chunks=even_chunks)
@@ -75,7 +102,36 @@ def _bound_of(
     main = int(np.argmax(counts))
     grown = 1 + fragmentation_fraction(job, cluster)
     each = [np.minimum(layer.put_off, layer.put_off_again) for layer in blocks.layer_bytes]
-    put_off = np.stack(each, axis=1) * grown
+    later = np.stack(each, axis=1) * grown
+    whole = np.stack([layer.kept for layer in blocks.layer_bytes], axis=1) * grown
+    is_one = table.stages_per_rank == 1
+    gain = (whole - costs.kept).max(axis=1)[:, None]
+    besides, output = _outside_layers(costs, table)
+    states = table.stages_per_rank[:, None] * few.least(costs.states, main)
+    bounds, least = [], [np.zeros(len(table))]
+    for until_input, until_weight in _moments(table, len(besides[0])):
+        outside = besides + (until_input + until_weight) * output
+        fixed = outside + states + until_weight * few.least(later, main)
+        bounds.append((fixed + until_input * few.least(costs.kept, main)).max(axis=1))
+        missing = fixed + until_input * few.least(whole, main) - limit
+        least.append(_layers_to(missing, until_input * gain).max(axis=1))
+        of_layer = costs.states[:, None] + until_weight[:, :, None] * later[:, None]
+        redone = of_layer + until_input[:, :, None] * costs.kept[:, None]
+        bounds.append(np.where(is_one, _weighted_mean(redone, outside, counts)[0], 0.0))
+        nothing = of_layer + until_input[:, :, None] * whole[:, None]
+        mean, weights = _weighted_mean(nothing, outside, counts)
+        given_back = (weights * until_input * gain).sum(axis=1)
+        least.append(np.where(is_one, _layers_to(mean - limit, given_back), 0.0))
+    return np.maximum.reduce(bounds), np.maximum.reduce(least)
+
+
+def _layers_to(missing: Column, gain: Column) -> Column:
+    """Return how many layers give back what is missing; 0 where they give back nothing."""
+    return np.where(gain > 0, np.ceil(missing / np.maximum(gain, 1.0) - 1e-9), 0.0)
+
+
+def _outside_layers(costs: BlockBytes, table: LayoutTable) -> tuple[Column, Column]:
+    """Return a rank's bytes without layers, and its stages' outputs per micro-batch."""
     pipeline, row = int(table.pipeline_parallel[0]), np.arange(len(table))
     last = np.where(np.isin(table.schedule, V_SHAPED), 0, pipeline - 1)
     output = np.repeat(costs.boundary[:, None], pipeline, axis=1)
@@ -83,21 +139,11 @@ def _bound_of(
     besides = np.repeat(costs.layer_moment[:, None], pipeline, axis=1)
     besides[:, 0] += costs.embedding
     besides[row, last] += costs.head
-    states = table.stages_per_rank[:, None] * few.least(costs.states, main)
-    waits, later = few.least(costs.kept, main), few.least(put_off, main)
-    bounds = []
-    for until_input, until_weight in _moments(table, pipeline):
-        outside = besides + (until_input + until_weight) * output
-        bounds.append((outside + states + until_input * waits + until_weight * later).max(axis=1))
-        of_layer = costs.states[:, None] + until_input[:, :, None] * costs.kept[:, None]
-        of_layer = of_layer + until_weight[:, :, None] * put_off[:, None]
-        mean = _weighted_mean(of_layer, outside, counts)
-        bounds.append(np.where(table.stages_per_rank == 1, mean, 0.0))
-    return np.asarray(np.maximum.reduce(bounds))
+    return besides, output
 
 
-def _weighted_mean(of_layer: Column, besides: Column, counts: IntColumn) -> Column:
-    """Return what no partition's fullest rank goes below, as in `memory_bound`.
+def _weighted_mean(of_layer: Column, besides: Column, counts: IntColumn) -> tuple[Column, Column]:
+    """Return what no partition's fullest rank goes below, as in `memory_bound`, and the weights.
 
     Args:
         of_layer: Bytes of one layer: [rows, ranks, kinds].
@@ -109,7 +155,7 @@ def _weighted_mean(of_layer: Column, besides: Column, counts: IntColumn) -> Colu
     weights /= weights.sum(axis=1, keepdims=True)
     layers = (weights[:, :, None] * of_layer).min(axis=1) @ counts
     mean: Column = layers + (weights * besides).sum(axis=1)
-    return mean
+    return mean, weights
 
 
 def _moments(table: LayoutTable, pipeline: int) -> tuple[tuple[IntColumn, IntColumn], ...]:

@@ -23,7 +23,7 @@ from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
 from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
-from costmodels.put_off_bound import put_off_lower_bound
+from costmodels.put_off_bound import put_off
 from costmodels.schedule import in_flight_closed_form
 
 Column = NDArray[np.float64]
@@ -62,10 +62,14 @@ def least_recomputed_layers(
         )
         least[short] = np.where(redone <= limit, np.maximum(needed, 1.0), np.inf)
         may = short[redone <= limit]
-        put_off = put_off_lower_bound(
-            model, job, cluster, everything.take(may), even_chunks=even_chunks
+        left = put_off(
+            model, job, cluster, everything.take(may), limit=limit, even_chunks=even_chunks
         )
-        least[may[put_off > limit]] = np.inf
+        least[may] = np.maximum(least[may], np.where(left.bound > limit, np.inf, left.least))
+        if even_chunks:  # one stage per rank may hold more
+            stages = table.pipeline_parallel * table.stages_per_rank
+            longest = np.where(table.stages_per_rank > 1, -(-model.num_layers // stages), np.inf)
+            least[least > longest] = np.inf
     return least
 
 

@@ -13,7 +13,7 @@ from costmodels.layout_table import table_of
 from costmodels.memory import estimate_memory
 from costmodels.model import MixtureOfExperts
 from costmodels.profile_toml import read_profile
-from costmodels.put_off_bound import put_off_lower_bound
+from costmodels.put_off_bound import put_off
 from costmodels.schedule import PipelineShape, shape_refusals
 
 CLUSTER = make_cluster(read_profile("h100-sxm-80gb"), 64)
@@ -68,7 +68,7 @@ def splits_of(rng, layout):
 
 @pytest.mark.parametrize("block", range(4))
 def test_no_number_of_recomputed_layers_goes_below_the_bound(block):
-    near = 0
+    near = needed = 0
     for seed in range(40 * block, 40 * block + 40):
         rng = random.Random(seed)  # noqa: S311 - layouts, not secrets
         layout, model = layout_of(rng), rng.choice([DENSE, EXPERTS])
@@ -77,14 +77,19 @@ def test_no_number_of_recomputed_layers_goes_below_the_bound(block):
             global_batch_size=layout.global_batch_size,
             target=rng.choice(list(Target)),
         )
-        bound = put_off_lower_bound(model, job, CLUSTER, table_of([layout]), even_chunks=True)[0]
+        table, inputs = table_of([layout]), (model, job, CLUSTER)
+        bound = put_off(*inputs, table, limit=0, even_chunks=True).bound[0]
         for split in splits_of(rng, layout):
             for layers in {0, 1, rng.randint(1, max(split))}:
                 one = replace(layout, layers_per_stage=split, recompute_layers=layers)
                 exact = estimate_memory(model, job, CLUSTER, one).parts.reserved
                 assert 0 < bound <= exact, (seed, split, layers)
                 near += bound > 0.9 * exact
+                fits = put_off(*inputs, table, limit=exact, even_chunks=True)
+                assert fits.least[0] <= (layers or max(split)), (seed, split, layers)
+                needed += fits.least[0] > 1
     assert near >= 20  # of what all splits take, it says nearly all of some
+    assert needed >= 5
 
 
 def test_nothing_is_claimed_of_other_layouts():
@@ -92,4 +97,5 @@ def test_nothing_is_claimed_of_other_layouts():
     job = TrainingJob(seq_len=4096, global_batch_size=layout.global_batch_size)
     whole = replace(layout, schedule=Schedule.INTERLEAVED)
     kept = replace(layout, recompute=Recompute.SELECTIVE)
-    assert put_off_lower_bound(DENSE, job, CLUSTER, table_of([whole, kept])).tolist() == [0, 0]
+    found = put_off(DENSE, job, CLUSTER, table_of([whole, kept]), limit=0)
+    assert found.bound.tolist() == found.least.tolist() == [0, 0]
