@@ -1,11 +1,13 @@
-"""What full recomputation cannot give back where backwards are split: a bound for whole tables.
+"""What waits for weight gradients where backwards are split: a bound for whole tables.
 
-Between its input gradient and its weight gradient a micro-batch keeps what recomputation brought
-back, in every layer of its stage. A moment with many of those is in every step of m micro-batches
-(p ranks, rank r, v stages per rank, rounds of R; stages x micro-batches):
+Between its input gradient and its weight gradient a micro-batch keeps operands of products, in
+recomputed layers too, for which recomputation brought them back. A moment with many of those is in
+every step of m micro-batches (p ranks, rank r, v stages per rank, rounds of R; stages x
+micro-batches):
 
     schedule      when                               put off          until the input gradient
     zero-bubble   after I of turn r                  min(r + 1, v m)  (v - 1) R + p - 1 - r
+                  before it, with enough of m        r                (v - 1) R + p - r
     zbv           first I0 behind the pairs (I0 I1)  2 r + 1          p - 1 - r
                   first I1                           1                2 p - 1
     dualpipev     end of phase 6                     r + 1            p - 1 - r
@@ -19,6 +21,7 @@ gradient and no more, so that the same moments say how many must be recomputed t
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,14 +43,14 @@ _ROUNDING = 1 - 1e-9  # given away, so that rounding never lifts a bound over it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOff:
-    """What waits for weight gradients under full recomputation, one entry per layout.
+    """What waits for weight gradients, one entry per layout.
 
-    All is 0 where nothing is known: without full recomputation, without split backwards, and where
-    activations go to the host.
+    All is 0 where nothing is known: without split backwards, and where activations go to the host.
 
     Attributes:
-        bound: Bytes of reserved memory that no number of recomputed layers goes below.
-        least: Layers per stage that must be recomputed to fit a limit, at least.
+        bound: Bytes of reserved memory that no partition goes below; under full recomputation
+            whatever the number of recomputed layers.
+        least: Layers per stage that must be recomputed in full to fit a limit, at least.
 
     """
 
@@ -61,23 +64,22 @@ def put_off(
     cluster: Cluster,
     table: LayoutTable,
     *,
-    limit: float,
+    limit: float = inf,
     even_chunks: bool = False,
 ) -> PutOff:
-    """Return what put-off weight gradients take, whatever is recomputed, and what that leaves.
+    """Return what put-off weight gradients take and what recomputation must give back then.
 
     Args:
         model: The network.
         job: What is trained per step.
         cluster: The machine.
         table: Layouts that the rules allow.
-        limit: Bytes that a rank may reserve.
+        limit: Bytes that a rank may reserve; `least` is 0 without one.
         even_chunks: With several stages per rank, only the even split (`split_layers`) counts.
 
     """
     bound, least = np.zeros(len(table)), np.zeros(len(table))
-    is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
-    known = np.flatnonzero(is_full & (table.offload_activations == 0) & table.puts_off)
+    known = np.flatnonzero((table.offload_activations == 0) & table.puts_off)
     for pipeline in distinct(table.pipeline_parallel[known]).tolist():
         rows = known[table.pipeline_parallel[known] == pipeline]
         part, context = table.take(rows), (model, job, cluster)
@@ -101,23 +103,27 @@ def _of_pipeline(
     counts = np.array([count_layers(model, kind.has_experts) for kind in blocks.kinds])
     main = int(np.argmax(counts))
     grown = 1 + fragmentation_fraction(job, cluster)
-    each = [np.minimum(layer.put_off, layer.put_off_again) for layer in blocks.layer_bytes]
-    later = np.stack(each, axis=1) * grown
-    whole = np.stack([layer.kept for layer in blocks.layer_bytes], axis=1) * grown
+    is_full = (table.recompute == RECOMPUTES.index(Recompute.FULL))[:, None]
+    whole, put_off, again, redone = (
+        np.stack([getattr(layer, part) for layer in blocks.layer_bytes], axis=1) * grown
+        for part in ("kept", "put_off", "put_off_again", "recomputed")
+    )
+    kept = np.where(is_full, redone, whole)
+    later = np.where(is_full, np.minimum(put_off, again), put_off)
     is_one = table.stages_per_rank == 1
-    gain = (whole - costs.kept).max(axis=1)[:, None]
+    gain = (whole - kept).max(axis=1)[:, None]
     besides, output = _outside_layers(costs, table)
     states = table.stages_per_rank[:, None] * few.least(costs.states, main)
     bounds, least = [], [np.zeros(len(table))]
     for until_input, until_weight in _moments(table, len(besides[0])):
         outside = besides + (until_input + until_weight) * output
         fixed = outside + states + until_weight * few.least(later, main)
-        bounds.append((fixed + until_input * few.least(costs.kept, main)).max(axis=1))
+        bounds.append((fixed + until_input * few.least(kept, main)).max(axis=1))
         missing = fixed + until_input * few.least(whole, main) - limit
         least.append(_layers_to(missing, until_input * gain).max(axis=1))
         of_layer = costs.states[:, None] + until_weight[:, :, None] * later[:, None]
-        redone = of_layer + until_input[:, :, None] * costs.kept[:, None]
-        bounds.append(np.where(is_one, _weighted_mean(redone, outside, counts)[0], 0.0))
+        least_kept = of_layer + until_input[:, :, None] * kept[:, None]
+        bounds.append(np.where(is_one, _weighted_mean(least_kept, outside, counts)[0], 0.0))
         nothing = of_layer + until_input[:, :, None] * whole[:, None]
         mean, weights = _weighted_mean(nothing, outside, counts)
         given_back = (weights * until_input * gain).sum(axis=1)
@@ -174,7 +180,11 @@ def _moments(table: LayoutTable, pipeline: int) -> tuple[tuple[IntColumn, IntCol
     up = np.clip(m - (2 * pipeline - 1 - rank), 0, rank)
     left = np.clip(m - (pipeline + rank), 0, pipeline - 1 - rank)
     begun = np.minimum(m, 2 * pipeline - 1 - rank) + np.minimum(rank + 1, m) - 1
+    enough = is_looped & (stages * m >= ahead + 1 + rank)
     return (
         (np.where(is_zbv, left, waiting), np.where(is_zbv, down + up, put_off)),
-        (np.where(is_zbv, begun, 0), np.where(is_zbv, 1, 0)),
+        (
+            np.where(is_zbv, begun, np.where(enough, ahead + 1, 0)),
+            np.where(is_zbv, 1, np.where(enough, rank, 0)),
+        ),
     )

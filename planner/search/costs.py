@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from costmodels.bounds import open_lower_bound, time_lower_bound
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import Layout
+from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import LayoutTable
 from costmodels.memory import estimate_memory
 from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import SplitLimits
-from costmodels.recompute_bound import least_recomputed_layers
+from costmodels.put_off_bound import put_off
+from costmodels.recompute_bound import least_recomputed_layers, with_recompute
 from costmodels.reference_bound import ReferenceBound, reference_bound
 from costmodels.split_bound import SplitBound, split_bound
 from costmodels.stage_room import StageRooms, stage_rooms
@@ -148,14 +149,14 @@ class ModelCosts:
 
     def memory_bound(self, table: LayoutTable, *, any_recompute: bool = False) -> Values:
         """See Costs."""
-        return memory_lower_bound(
-            self.model,
-            self.job,
-            self.cluster,
-            table,
-            even_chunks=self.even_chunks,
-            any_recompute=any_recompute,
+        inputs = (self.model, self.job, self.cluster)
+        bound = memory_lower_bound(
+            *inputs, table, even_chunks=self.even_chunks, any_recompute=any_recompute
         )
+        if any_recompute:
+            table = with_recompute(table, Recompute.FULL)
+        waiting = put_off(*inputs, table, even_chunks=self.even_chunks)
+        return np.maximum(bound, waiting.bound)
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """See Costs."""

@@ -8,7 +8,7 @@ from small_worlds import llama_8b, mixtral
 
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
-from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout import Layout, Offload, Recompute, Schedule, split_layers
 from costmodels.layout_table import table_of
 from costmodels.memory import estimate_memory
 from costmodels.model import MixtureOfExperts
@@ -92,10 +92,31 @@ def test_no_number_of_recomputed_layers_goes_below_the_bound(block):
     assert needed >= 5
 
 
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.SELECTIVE])
+def test_no_split_without_full_recomputation_goes_below_the_bound(recompute):
+    near = 0
+    for seed in range(80):
+        rng = random.Random(seed)  # noqa: S311 - layouts, not secrets
+        layout, model = replace(layout_of(rng), recompute=recompute), rng.choice([DENSE, EXPERTS])
+        job = TrainingJob(
+            seq_len=4096,
+            global_batch_size=layout.global_batch_size,
+            target=rng.choice(list(Target)),
+        )
+        found = put_off(model, job, CLUSTER, table_of([layout]), limit=0, even_chunks=True)
+        assert found.least.tolist() == [0]  # nothing is recomputed in full
+        for split in splits_of(rng, layout):
+            one = replace(layout, layers_per_stage=split)
+            exact = estimate_memory(model, job, CLUSTER, one).parts.reserved
+            assert 0 < found.bound[0] <= exact, (seed, split)
+            near += found.bound[0] > 0.9 * exact
+    assert near >= 10
+
+
 def test_nothing_is_claimed_of_other_layouts():
     layout = layout_of(random.Random(0))  # noqa: S311 - layouts, not secrets
     job = TrainingJob(seq_len=4096, global_batch_size=layout.global_batch_size)
     whole = replace(layout, schedule=Schedule.INTERLEAVED)
-    kept = replace(layout, recompute=Recompute.SELECTIVE)
+    kept = replace(layout, offload=(Offload.ACTIVATIONS,))
     found = put_off(DENSE, job, CLUSTER, table_of([whole, kept]), limit=0)
     assert found.bound.tolist() == found.least.tolist() == [0, 0]
