@@ -161,6 +161,10 @@ class Bucket:
             place.add_(gradient)
         parameter.grad = place if self._grads_in_place else None
 
+    def awaits(self, index: int) -> bool:
+        """Tell whether no gradient of a parameter has been taken over in this step."""
+        return index in self._missing
+
     def collect_early(self, index: int) -> None:
         """Take over a gradient long before the others of its bucket.
 

@@ -95,7 +95,10 @@ class StageStates:
             if parameter.grad is None:  # autograd came by without one: it was put off
                 return
             if self._half is Half.INPUT:
-                self._come_first[bucket].add(index)
+                # One that is put off has a gradient too, of an earlier micro-batch, where it is
+                # added up in place.
+                if self.buckets[bucket].awaits(index):
+                    self._come_first[bucket].add(index)
                 self.buckets[bucket].collect_early(index)
                 return
             self.buckets[bucket].collect(index)
