@@ -3,7 +3,7 @@
 What `memory` and its bound share: states, activations, head and loss, transients, communicators.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,7 @@ def block_memory(
     modules: tuple[str, ...] = (),
 ) -> BlockMemory:
     """Return the bytes of every block; layers that differ in their window only are one kind."""
-    distinct = dict.fromkeys(model.layer_kinds)
-    kinds = tuple(dict.fromkeys(replace(kind, window=None) for kind in distinct))
+    kinds = model.kinds_by_size
     states = tuple(layer_states(model, job, kind, table) for kind in kinds)
     activations = tuple(layer_bytes(model, job, kind, table, modules) for kind in kinds)
     embedding, head = embedding_states(model, job, table), head_states(model, job, table)

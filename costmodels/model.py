@@ -5,7 +5,7 @@ Names follow Megatron: hidden_size H, num_layers L, num_attention_heads A, num_k
 head_dim D, ffn_hidden_size F, vocab_size V.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from costmodels.config_keys import MAX_COUNT
@@ -233,6 +233,12 @@ class ModelSpec:
         """The kind of every layer, in order; layers of one kind share the object."""
         dense = self.num_layers if self.moe is None else self.moe.num_dense_layers
         return _kinds_of_layers(self.num_layers, dense, self.window, self.window_period)
+
+    @property
+    def kinds_by_size(self) -> tuple[LayerKind, ...]:
+        """The kinds that differ in more than their window, as they come; windows left out."""
+        without_window = (replace(kind, window=None) for kind in dict.fromkeys(self.layer_kinds))
+        return tuple(dict.fromkeys(without_window))
 
 
 @lru_cache(maxsize=8)  # every price asks for them, and one search knows one model

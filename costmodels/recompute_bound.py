@@ -82,9 +82,7 @@ def _most_given_back(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
 ) -> Column:
     """Return bytes that recomputing one more layer per stage gives back, at most."""
-    distinct = dict.fromkeys(model.layer_kinds)
-    kinds = dict.fromkeys(replace(kind, window=None) for kind in distinct)
-    layers = [layer_bytes(model, job, kind, table) for kind in kinds]
+    layers = [layer_bytes(model, job, kind, table) for kind in model.kinds_by_size]
     per_layer = np.maximum.reduce([layer.kept - layer.recomputed for layer in layers])
     shape = (
         table.schedule,
