@@ -23,7 +23,7 @@ from planner.search.references import References
 from planner.search.space import Partial, Space, unfold, unfold_with_parents
 from planner.search.split_limits import split_limits
 
-NONE, FULL = RECOMPUTES.index(Recompute.NONE), RECOMPUTES.index(Recompute.FULL)
+NONE, SELECTIVE, FULL = map(RECOMPUTES.index, (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL))
 RANGE = 4  # chosen: recomputed layers are bounded in ranges a quarter wide
 
 
@@ -72,7 +72,10 @@ class RowBounds:
             redone[may] = self._least_redone(lean.take(may), codes)
         fits = np.flatnonzero(np.isfinite(redone))
         if len(fits):
-            rooms = self.costs.rooms(lean.take(fits), self.limit)
+            some = lean.take(fits)
+            if SELECTIVE in codes:  # it keeps less than none, and asks for no layer as full does
+                some = replace(some, recompute=_filled(some, SELECTIVE))
+            rooms = self.costs.rooms(some, self.limit)
             fullest[fits] = rooms.fullest(np.full(len(fits), most))
         redone, fullest = (
             of.reshape(-1, len(table)).min(axis=0, initial=inf) for of in (redone, fullest)

@@ -34,6 +34,11 @@ def test_of_equal_scores_the_fewest_recomputed_layers_are_taken():
     assert agree(1300)
 
 
+def test_what_fits_by_selective_recomputation_alone_is_found():
+    """One stage of three layers: kept whole they do not fit, and none may be redone in full."""
+    assert agree(1308)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("block", range(100))
 def test_search_agrees_with_trying_everything_on_2000_problems(block):
