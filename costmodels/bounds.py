@@ -14,12 +14,11 @@ the exact estimate, so only three things are given up:
 The last part in 10^9 is given away, so that rounding never lifts a bound over its exact value.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels import memory
 from costmodels.collective_costs import exposed_seconds
 from costmodels.estimate import stragglers
 from costmodels.hardware import Cluster
@@ -49,39 +48,6 @@ Values = NDArray[np.float64]
 
 _ROUNDING = 1 - 1e-9
 _ANY_SCHEDULE = -1  # no position in SCHEDULES: only what holds for every schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """What no partition of a layout's layers goes below; one entry per layout.
-
-    Attributes:
-        step_seconds: Seconds of a step.
-        reserved_bytes: Bytes of the fullest rank.
-
-    """
-
-    step_seconds: Values
-    reserved_bytes: Values
-
-
-def bound_table(model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable) -> Bounds:
-    """Bound every layout of a table.
-
-    Args:
-        model: The network.
-        job: What is trained per step.
-        cluster: The machine.
-        table: Layouts that the rules allow.
-
-    Raises:
-        ValueError: The device does not compute in the job's precision.
-
-    """
-    return Bounds(
-        step_seconds=time_lower_bound(model, job, cluster, table),
-        reserved_bytes=memory.memory_lower_bound(model, job, cluster, table),
-    )
 
 
 def time_lower_bound(

@@ -5,7 +5,6 @@ Only argparse and plain enumerations are imported at module level, so that `--he
 
 import argparse
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -215,11 +214,6 @@ def read_layout(
         offload=arguments.offload,
         layers_per_stage=split,
     )
-
-
-def with_target(job: TrainingJob, target: str | None) -> TrainingJob:
-    """Return the job under another target where one is given."""
-    return job if target is None else replace(job, target=Target(target))
 
 
 def _default_schedule(stages_per_rank: int) -> Schedule:
