@@ -8,8 +8,8 @@ the exact estimate, so only three things are given up:
     rest       the slowest rank's once-per-step work is at least that of the average rank. What is
                exposed is convex in (communication, hidden_by), so by Jensen's inequality it is at
                least what the average rank would expose
-    recompute  under full recomputation, one layer per stage, the cheapest kind; but the rest is
-               hidden by a backward that recomputes everything
+    recompute  under full recomputation, one layer per stage, the cheapest kind; but on one stage
+               the rest is hidden by a backward that recomputes everything
 
 The last part in 10^9 is given away, so that rounding never lifts a bound over its exact value.
 """
@@ -159,7 +159,8 @@ def _rest(
     p = table.pipeline_parallel
     reduce, gather, update = (np.asarray(sum(column)) / p for column in zip(*parts, strict=True))
     backward = totals.backward_input + totals.backward_weight
-    backward = backward + np.where(table.recompute == FULL_CODE, totals.recompute, 0.0)
+    redoes = (table.recompute == FULL_CODE) & (p == 1)  # see `stages.rank_rest`
+    backward = backward + np.where(redoes, totals.recompute, 0.0)
     interleaved = table.schedule == SCHEDULES.index(Schedule.INTERLEAVED)
     passes = passes_beside(
         np.where(interleaved, table.stages_per_rank, 1), p, table.num_micro_batches

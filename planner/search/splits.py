@@ -7,7 +7,7 @@
                              add their own work
 
 Under full recomputation each stage recomputes the fewest layers that fit: memory falls with their
-number and time rises.
+number and time never does (`stages.rank_rest` says how the estimate keeps that).
 """
 
 from collections.abc import Callable
