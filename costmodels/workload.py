@@ -1,4 +1,4 @@
-"""Workload: the blocks of a network (embedding, layers by kind, head) as graphs of ops.
+"""Workload: the blocks of a network (embedding, layers by kind, head) as ops in their order.
 
     embedding   look up, position, reduce over vocabulary shards
     layer       norm - attention - residual - norm - feed-forward (or experts) - residual
@@ -18,9 +18,7 @@ those of 16-bit activations; fp32 jobs have twice as many.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from costmodels.attention_ops import attention_ops
 from costmodels.feed_forward_ops import dense_ops, expert_ops, shared_gate_ops
@@ -30,9 +28,6 @@ from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size, widene
 from costmodels.shard import Shard, padded_rows, per_rank
 from costmodels.stream_ops import HALF, branches, enter, leave, norm, residual
 from costmodels.targets import fuses_loss, works_on_whole_logits
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 FULL = 4  # bytes of an fp32 element
 # Bytes per logit of the loss, forward and backward. Fused: read the logits once, write their
@@ -82,30 +77,6 @@ def _in_precision(job: TrainingJob, block: Block) -> Block:
     if job.precision is not Precision.FP32:
         return block
     return Block(name=block.name, ops=tuple(widened(op) for op in block.ops))
-
-
-def op_graph(blocks: Sequence[Block]) -> "nx.DiGraph":
-    """Return blocks as one directed graph: a node per op, an edge from producer to consumer.
-
-    Residual connections skip from a block's input to the sum after it.
-    """
-    import networkx as nx  # noqa: PLC0415  (only readers of the graph; pricing walks tuples)
-
-    graph = nx.DiGraph()
-    previous = None
-    for position, block in enumerate(blocks):
-        stream = previous
-        for op in block.ops:
-            node = f"{position}.{block.name}.{op.name}"
-            graph.add_node(node, op=op)
-            if previous is not None:
-                graph.add_edge(previous, node)
-            if op.name.endswith("residual"):
-                if stream is not None:
-                    graph.add_edge(stream, node)
-                stream = node
-            previous = node
-    return graph
 
 
 def _projections(model: ModelSpec) -> int:
