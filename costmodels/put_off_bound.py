@@ -20,7 +20,7 @@ With one stage per rank a weighted mean of the ranks bounds every partition, as 
 gradient and no more, so that the same moments say how many must be recomputed to fit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import inf
 
 import numpy as np
@@ -32,9 +32,9 @@ from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import RECOMPUTES, SCHEDULES, IntColumn, LayoutTable, distinct
-from costmodels.memory_bound import BlockBytes, block_bytes, count_layers
+from costmodels.memory_bound import block_bytes, count_layers
 from costmodels.model import ModelSpec
-from costmodels.stage_sizes import V_SHAPED, smallest_stages
+from costmodels.stage_sizes import V_SHAPED, SmallestStages, smallest_stages
 
 Column = NDArray[np.float64]
 
@@ -80,51 +80,94 @@ def put_off(
     """
     bound, least = np.zeros(len(table)), np.zeros(len(table))
     known = np.flatnonzero((table.offload_activations == 0) & table.puts_off)
-    for pipeline in distinct(table.pipeline_parallel[known]).tolist():
-        rows = known[table.pipeline_parallel[known] == pipeline]
-        part, context = table.take(rows), (model, job, cluster)
-        bound[rows], least[rows] = _of_pipeline(*context, part, limit, even_chunks=even_chunks)
+    if len(known):
+        layers = _layers_of(model, job, cluster, table.take(known))
+        pipelines = layers.table.pipeline_parallel
+        for pipeline in distinct(pipelines).tolist():
+            rows = np.flatnonzero(pipelines == pipeline)
+            few = smallest_stages(model, layers.table, rows, even_chunks=even_chunks)
+            found = _of_pipeline(layers.take(rows), few, limit)
+            bound[known[rows]], least[known[rows]] = found
     return PutOff(bound=bound * _ROUNDING, least=least)
 
 
-def _of_pipeline(
-    model: ModelSpec,
-    job: TrainingJob,
-    cluster: Cluster,
-    table: LayoutTable,
-    limit: float,
-    *,
-    even_chunks: bool,
-) -> tuple[Column, Column]:
-    """Return both for layouts that share their number of pipeline ranks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layers:
+    """Bytes of layouts whose backwards are split: one row each; of layers, one column per kind.
+
+    Attributes:
+        counts: Layers of each kind.
+        whole: Of a layer per micro-batch until its input gradient, nothing recomputed.
+        kept: The same under the layout's own recomputation.
+        later: Between input and weight gradient, at least.
+        states: Of a layer.
+        besides: Beside layers and their states, while a layer runs backward.
+        boundary: Output of a stage but the last, per micro-batch.
+        embedding: States before the first layer.
+        head: States after the last layer.
+
+    """
+
+    table: LayoutTable
+    counts: IntColumn
+    whole: Column
+    kept: Column
+    later: Column
+    states: Column
+    besides: Column
+    boundary: Column
+    embedding: Column
+    head: Column
+
+    def take(self, rows: NDArray[np.int64]) -> "_Layers":
+        """Return some rows."""
+        names = [f.name for f in fields(self) if f.name not in {"table", "counts"}]
+        columns = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, table=self.table.take(rows), **columns)
+
+
+def _layers_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable) -> _Layers:
     blocks = block_memory(model, job, cluster, table)
     costs = block_bytes(job, cluster, table, blocks, brings_back=False)
-    few = smallest_stages(model, table, np.arange(len(table)), even_chunks=even_chunks)
-    counts = np.array([count_layers(model, kind.has_experts) for kind in blocks.kinds])
-    main = int(np.argmax(counts))
     grown = 1 + fragmentation_fraction(job, cluster)
     is_full = (table.recompute == RECOMPUTES.index(Recompute.FULL))[:, None]
     whole, put_off, again, redone = (
         np.stack([getattr(layer, part) for layer in blocks.layer_bytes], axis=1) * grown
         for part in ("kept", "put_off", "put_off_again", "recomputed")
     )
-    kept = np.where(is_full, redone, whole)
-    later = np.where(is_full, np.minimum(put_off, again), put_off)
+    return _Layers(
+        table=table,
+        counts=np.array([count_layers(model, kind.has_experts) for kind in blocks.kinds]),
+        whole=whole,
+        kept=np.where(is_full, redone, whole),
+        later=np.where(is_full, np.minimum(put_off, again), put_off),
+        states=costs.states,
+        besides=costs.layer_moment,
+        boundary=costs.boundary,
+        embedding=costs.embedding,
+        head=costs.head,
+    )
+
+
+def _of_pipeline(layers: _Layers, few: SmallestStages, limit: float) -> tuple[Column, Column]:
+    """Return both for layouts that share their number of pipeline ranks."""
+    table, counts = layers.table, layers.counts
+    main = int(np.argmax(counts))
     is_one = table.stages_per_rank == 1
-    gain = (whole - kept).max(axis=1)[:, None]
-    besides, output = _outside_layers(costs, table)
-    states = table.stages_per_rank[:, None] * few.least(costs.states, main)
+    gain = (layers.whole - layers.kept).max(axis=1)[:, None]
+    besides, output = _outside_layers(layers)
+    states = table.stages_per_rank[:, None] * few.least(layers.states, main)
     bounds, least = [], [np.zeros(len(table))]
-    for until_input, until_weight in _moments(table, len(besides[0])):
+    for until_input, until_weight in _moments(table, besides.shape[1]):
         outside = besides + (until_input + until_weight) * output
-        fixed = outside + states + until_weight * few.least(later, main)
-        bounds.append((fixed + until_input * few.least(kept, main)).max(axis=1))
-        missing = fixed + until_input * few.least(whole, main) - limit
+        fixed = outside + states + until_weight * few.least(layers.later, main)
+        bounds.append((fixed + until_input * few.least(layers.kept, main)).max(axis=1))
+        missing = fixed + until_input * few.least(layers.whole, main) - limit
         least.append(_layers_to(missing, until_input * gain).max(axis=1))
-        of_layer = costs.states[:, None] + until_weight[:, :, None] * later[:, None]
-        least_kept = of_layer + until_input[:, :, None] * kept[:, None]
+        of_layer = layers.states[:, None] + until_weight[:, :, None] * layers.later[:, None]
+        least_kept = of_layer + until_input[:, :, None] * layers.kept[:, None]
         bounds.append(np.where(is_one, _weighted_mean(least_kept, outside, counts)[0], 0.0))
-        nothing = of_layer + until_input[:, :, None] * whole[:, None]
+        nothing = of_layer + until_input[:, :, None] * layers.whole[:, None]
         mean, weights = _weighted_mean(nothing, outside, counts)
         given_back = (weights * until_input * gain).sum(axis=1)
         least.append(np.where(is_one, _layers_to(mean - limit, given_back), 0.0))
@@ -136,15 +179,16 @@ def _layers_to(missing: Column, gain: Column) -> Column:
     return np.where(gain > 0, np.ceil(missing / np.maximum(gain, 1.0) - 1e-9), 0.0)
 
 
-def _outside_layers(costs: BlockBytes, table: LayoutTable) -> tuple[Column, Column]:
+def _outside_layers(layers: _Layers) -> tuple[Column, Column]:
     """Return a rank's bytes without layers, and its stages' outputs per micro-batch."""
+    table = layers.table
     pipeline, row = int(table.pipeline_parallel[0]), np.arange(len(table))
     last = np.where(np.isin(table.schedule, V_SHAPED), 0, pipeline - 1)
-    output = np.repeat(costs.boundary[:, None], pipeline, axis=1)
+    output = np.repeat(layers.boundary[:, None], pipeline, axis=1)
     output[row, last] = 0  # of the last stage it is the logits
-    besides = np.repeat(costs.layer_moment[:, None], pipeline, axis=1)
-    besides[:, 0] += costs.embedding
-    besides[row, last] += costs.head
+    besides = np.repeat(layers.besides[:, None], pipeline, axis=1)
+    besides[:, 0] += layers.embedding
+    besides[row, last] += layers.head
     return besides, output
 
 

@@ -15,7 +15,13 @@ from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs, rank_
 from costmodels.layout_table import table_of
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.overlap import Overlap, passes_beside, sends_hold_rank
-from costmodels.schedule import Interval, StageDurations, build_schedule, simulate, timeline
+from costmodels.schedule import (
+    Interval,
+    StageDurations,
+    build_schedule,
+    simulate_schedule,
+    timeline,
+)
 from costmodels.states import ZERO_2
 
 
@@ -182,14 +188,11 @@ def run_pipeline(
     if layout.num_stages == 1:
         makespan = layout.num_micro_batches * sum(stage_seconds(stages[0]))
         return Pipeline(makespan=makespan, busy=(makespan,), idle=0.0)
-    table = build_schedule(
+    result = simulate_schedule(
         layout.schedule,
         layout.pipeline_parallel,
         layout.stages_per_rank,
         layout.num_micro_batches,
-    )
-    result = simulate(
-        table,
         stage_durations(stages),
         hops,
         p2p_overlaps=not sends_hold_rank(job, layout.schedule),

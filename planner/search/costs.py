@@ -13,6 +13,7 @@ another one in its place. Bounds hold for tables, exact answers are for one layo
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -66,11 +67,14 @@ class Costs(Protocol):
     def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
         """Return seconds that no split within the limits goes below."""
 
-    def memory_bound(self, table: LayoutTable, *, any_recompute: bool = False) -> Values:
+    def memory_bound(
+        self, table: LayoutTable, *, any_recompute: bool = False, limit: float = inf
+    ) -> Values:
         """Return bytes of the fullest rank that no considered split goes below.
 
         With several stages per rank and no split stated, the even one alone is considered. With
-        `any_recompute` the bound holds whatever is recomputed.
+        `any_recompute` the bound holds whatever is recomputed. Where it is above `limit` a closer
+        one is not looked for.
         """
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
@@ -147,16 +151,21 @@ class ModelCosts:
         """See Costs."""
         return time_lower_bound(self.model, self.job, self.cluster, table, limits)
 
-    def memory_bound(self, table: LayoutTable, *, any_recompute: bool = False) -> Values:
+    def memory_bound(
+        self, table: LayoutTable, *, any_recompute: bool = False, limit: float = inf
+    ) -> Values:
         """See Costs."""
         inputs = (self.model, self.job, self.cluster)
         bound = memory_lower_bound(
             *inputs, table, even_chunks=self.even_chunks, any_recompute=any_recompute
         )
+        may = np.flatnonzero((bound <= limit) & table.puts_off)
+        waits = table.take(may)
         if any_recompute:
-            table = with_recompute(table, Recompute.FULL)
-        waiting = put_off(*inputs, table, even_chunks=self.even_chunks)
-        return np.maximum(bound, waiting.bound)
+            waits = with_recompute(waits, Recompute.FULL)
+        waiting = put_off(*inputs, waits, even_chunks=self.even_chunks)
+        bound[may] = np.maximum(bound[may], waiting.bound)
+        return bound
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """See Costs."""

@@ -67,7 +67,8 @@ class RowBounds:
         most = float(self.space.model.num_layers) if FULL in codes else 0.0
         lean = self._leanest_states(table)
         redone, fullest = np.full(len(lean), inf), np.full(len(lean), inf)
-        may = np.flatnonzero(self.costs.memory_bound(lean, any_recompute=True) <= self.limit)
+        held = self.costs.memory_bound(lean, any_recompute=True, limit=self.limit)
+        may = np.flatnonzero(held <= self.limit)
         if len(may):
             redone[may] = self._least_redone(lean.take(may), codes)
         fits = np.flatnonzero(np.isfinite(redone))
@@ -98,7 +99,8 @@ class RowBounds:
             rows = np.flatnonzero(redone > 0)
             if len(rows):
                 some = table.take(rows)
-                held = self.costs.memory_bound(replace(some, recompute=_filled(some, code)))
+                some = replace(some, recompute=_filled(some, code))
+                held = self.costs.memory_bound(some, limit=self.limit)
                 redone[rows] = np.where(held <= self.limit, 0.0, redone[rows])
         return redone
 
@@ -109,7 +111,8 @@ class RowBounds:
         """
         below = unfold(self.space, block, "offload")
         if len(below.table):
-            fits = np.flatnonzero(self.costs.memory_bound(below.table) <= self.limit)
+            held = self.costs.memory_bound(below.table, limit=self.limit)
+            fits = np.flatnonzero(held <= self.limit)
             self.dropped["device_memory"] += len(below.table) - len(fits)
             below = replace(below, table=below.table.take(fits))
         redone = self._redone(below.table)
