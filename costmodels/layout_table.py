@@ -5,7 +5,7 @@ enumeration, switches as 0 or 1. `layers_per_stage` is left out: the partition o
 decided per layout, after the bound (see planner/search/ranking.py).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
@@ -45,7 +45,10 @@ _PUTS_OFF = [SCHEDULES.index(s) for s in (Schedule.ZERO_BUBBLE, Schedule.ZBV, Sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
-    """Columns of equal length, one row per layout (see Layout for the meaning of each)."""
+    """Columns of equal length, one row per layout (see Layout for the meaning of each).
+
+    A column that has one value everywhere may be a `constant`; it costs nothing to take or repeat.
+    """
 
     data_parallel: IntColumn
     tensor_parallel: IntColumn
@@ -80,9 +83,20 @@ class LayoutTable:
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "LayoutTable":
         """Return a table of some rows."""
-        columns = {
-            f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "rank_orders"
-        }
+        count = int(np.count_nonzero(rows)) if rows.dtype == np.bool_ else len(rows)
+        return self._each(lambda column: column[rows], count)
+
+    def repeated(self, times: int) -> "LayoutTable":
+        """Return every row so many times, one after another."""
+        return self._each(lambda column: np.repeat(column, times), len(self) * times)
+
+    def _each(self, change: Callable[[IntColumn], IntColumn], count: int) -> "LayoutTable":
+        """Return the table with columns changed to some length; constants stay constants."""
+        columns = {}
+        for name in COLUMNS:
+            column = getattr(self, name)
+            is_constant = column.strides == (0,)
+            columns[name] = np.broadcast_to(column[:1], count) if is_constant else change(column)
         return LayoutTable(rank_orders=self.rank_orders, **columns)
 
     def layout(self, row: int, layers_per_stage: tuple[int, ...], recompute_layers: int) -> Layout:
@@ -114,6 +128,14 @@ class LayoutTable:
             layers_per_stage=layers_per_stage,
             rank_order=self.rank_orders[self.rank_order[row]],
         )
+
+
+COLUMNS = tuple(f.name for f in fields(LayoutTable) if f.name != "rank_orders")
+
+
+def constant(value: int, count: int) -> IntColumn:
+    """Return a column of one value, which takes the memory of one entry."""
+    return np.broadcast_to(np.int64(value), (count,))
 
 
 def table_of(layouts: Iterable[Layout]) -> LayoutTable:

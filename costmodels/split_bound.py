@@ -117,21 +117,22 @@ class SplitBound:
             most_recomputed: The same, at most.
             below: A bound that is known already; it is raised.
             above: Seconds above which a layout is of no interest; those get inf.
-            wanted: Layouts that the caller asks for; others may keep what is known.
+            wanted: Layouts that the caller asks for; others keep what is known.
 
         """
         bound = below.copy()
         for group, scores in zip(self.rooms.groups, self.scores, strict=True):
-            rows = group.rows
-            if not wanted[rows].any():
+            asked = np.flatnonzero(wanted[group.rows])
+            if not len(asked):
                 continue
             level = _Level(
                 scores=scores,
-                room=group.room(most_recomputed[rows]),
-                recomputed=least_recomputed[rows],
+                room=group.room(most_recomputed[group.rows]),
+                recomputed=least_recomputed[group.rows],
                 num_layers=self.rooms.num_layers,
             )
-            bound[rows] = self._raised(level, rows, below[rows], above)
+            rows = group.rows[asked]
+            bound[rows] = self._raised(level.take(asked), rows, below[rows], above)
         return bound
 
     def _raised(

@@ -8,9 +8,10 @@ partial layout that breaks a rule stands for all its completions, and `census` c
 counts of all rules and the legal layouts sum to the whole product.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Schedule
-from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
+from costmodels.layout_table import COLUMNS, SCHEDULES, IntColumn, LayoutTable, constant
 from costmodels.model import ModelSpec
 from planner.constraints import FREE, Constraints
 from planner.rules import Case, Rule, rules_of
@@ -29,7 +30,6 @@ NO_GROUP = -1  # a domain-sized ZeRO group that is no choice of its own; a conve
 # Columns that derived ones are made from while the space unfolds.
 DERIVE_FROM = {"tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel"}
 _LARGE_KEY = 2**40  # times the values of one more column, still an int64
-COLUMNS = tuple(f.name for f in fields(LayoutTable) if f.name != "rank_orders")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +87,15 @@ def space_of(
 
 def root(space: Space) -> Partial:
     """Return the one partial layout of which nothing is decided."""
-    neutral = {name: np.ones(1, dtype=np.int64) for name in COLUMNS}
+    neutral = dict.fromkeys(COLUMNS, 1)
     for name in ("recompute", "rank_order", "context_parallel_type", "zero_stage", "keep_gathered"):
-        neutral[name] = np.zeros(1, dtype=np.int64)
+        neutral[name] = 0
     for name in COLUMNS:
         if name.startswith("offload") or name == "sequence_parallel":
-            neutral[name] = np.zeros(1, dtype=np.int64)
-    neutral["schedule"] = np.full(1, SCHEDULES.index(Schedule.ONE_F_ONE_B), dtype=np.int64)
-    table = LayoutTable(rank_orders=space.axes.rank_orders, **neutral)
+            neutral[name] = 0
+    neutral["schedule"] = SCHEDULES.index(Schedule.ONE_F_ONE_B)
+    columns = {name: constant(value, 1) for name, value in neutral.items()}
+    table = LayoutTable(rank_orders=space.axes.rank_orders, **columns)
     return Partial(table=table, known=frozenset(), num_axes=0)
 
 
@@ -220,10 +221,11 @@ def _unfold_next(space: Space, partial: Partial) -> tuple[Partial, dict[str, NDA
 
 def _cross(table: LayoutTable, axis: Axis) -> LayoutTable:
     """Return every row with every choice of an axis."""
-    columns = {name: np.repeat(getattr(table, name), len(axis)) for name in COLUMNS}
-    for position, name in enumerate(axis.columns):
-        columns[name] = np.tile(axis.values[:, position], len(table))
-    return LayoutTable(rank_orders=table.rank_orders, **columns)
+    chosen: dict[str, Any] = {
+        name: np.tile(axis.values[:, position], len(table))
+        for position, name in enumerate(axis.columns)
+    }
+    return replace(table.repeated(len(axis)), **chosen)
 
 
 def _derive(
@@ -233,12 +235,12 @@ def _derive(
     degrees = {"tensor_parallel", "pipeline_parallel", "context_parallel"}
     if axis.name in degrees and degrees <= known:
         others = table.tensor_parallel * table.pipeline_parallel * table.context_parallel
-        table = _with(table, data_parallel=np.maximum(space.cluster.num_gpus // others, 1))
+        table = replace(table, data_parallel=np.maximum(space.cluster.num_gpus // others, 1))
         known |= {"data_parallel"}
     if axis.name == "micro_batch_size":
         per_forward = table.micro_batch_size * table.data_parallel
         counts = np.maximum(space.job.global_batch_size // per_forward, 1)
-        table = _with(table, num_micro_batches=counts)
+        table = replace(table, num_micro_batches=counts)
         known |= {"num_micro_batches"}
     if axis.name == "zero_group":
         whole = table.data_parallel * table.context_parallel
@@ -246,13 +248,8 @@ def _derive(
         is_choice = (table.zero_stage > 0) & (inside > 1) & (inside < whole)
         code = table.zero_group
         group = np.where(code == DOMAIN_GROUP, np.where(is_choice, inside, NO_GROUP), code)
-        table = _with(table, zero_group=np.where(code == WHOLE_GROUP, whole, group))
+        table = replace(table, zero_group=np.where(code == WHOLE_GROUP, whole, group))
     return table, known
-
-
-def _with(table: LayoutTable, **changed: IntColumn) -> LayoutTable:
-    columns = {name: changed.get(name, getattr(table, name)) for name in COLUMNS}
-    return LayoutTable(rank_orders=table.rank_orders, **columns)
 
 
 def _take(partial: Partial, rows: NDArray[np.bool_] | NDArray[np.int64]) -> Partial:
