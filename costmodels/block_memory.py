@@ -15,6 +15,7 @@ from costmodels.head_activations import HeadBytes, head_bytes
 from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
 from costmodels.model import LayerKind, ModelSpec
+from costmodels.rows import take_rows
 from costmodels.states import BlockStates, embedding_states, head_states, layer_states
 from costmodels.transients import Transients, transients
 
@@ -33,6 +34,10 @@ class BlockMemory:
     head_bytes: HeadBytes
     transients: Transients
     communication: Column
+
+    def take(self, rows: NDArray[np.int64]) -> "BlockMemory":
+        """Return the bytes of some layouts' blocks."""
+        return take_rows(self, rows, len(self.communication))
 
     @property
     def head_transient(self) -> Column:

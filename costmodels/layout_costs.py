@@ -32,6 +32,7 @@ from costmodels.overlap import overlap_of
 from costmodels.placement import Placement, place
 from costmodels.rank_weights import RankWeights, embedding_weights, head_weights, layer_weights
 from costmodels.rates import Rates, rates_of
+from costmodels.rows import take_rows
 from costmodels.shard import shards_of
 from costmodels.state_costs import BlockGathers, StateCosts, block_gathers, state_costs
 from costmodels.targets import BEHAVIOURS
@@ -129,6 +130,29 @@ class LayoutCosts:
     states: StateCosts
     rates: Rates
     placement: Placement
+
+    def take(self, rows: NDArray[np.int64]) -> "LayoutCosts":
+        """Return the costs of some layouts."""
+        num_rows, shards = len(self.shard_of_row), self.shard_of_row[rows]
+        num_shards = self.priced.head.exposed.shape[-1]
+        return LayoutCosts(
+            embedding=take_rows(self.embedding, rows, num_rows),
+            layers=tuple((kind, take_rows(times, rows, num_rows)) for kind, times in self.layers),
+            head=take_rows(self.head, rows, num_rows),
+            priced=WorkloadCosts(
+                embedding=take_rows(self.priced.embedding, shards, num_shards),
+                layers=tuple(
+                    (kind, take_rows(costs, shards, num_shards))
+                    for kind, costs in self.priced.layers
+                ),
+                head=take_rows(self.priced.head, shards, num_shards),
+            ),
+            shard_of_row=np.arange(len(rows)),
+            hops=take_rows(self.hops, rows, num_rows),
+            states=take_rows(self.states, rows, num_rows),
+            rates=self.rates,
+            placement=self.placement.take(rows),
+        )
 
 
 def layout_costs(

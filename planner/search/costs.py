@@ -36,7 +36,7 @@ from costmodels.stage_room import StageRooms, stage_rooms
 from costmodels.states import least_state_bytes
 from costmodels.terms import MemoryEstimate
 from planner.constraints import Constraints
-from planner.search.priced import PricedLayout
+from planner.search.priced import PricedTable
 
 Values = NDArray[np.float64]
 
@@ -92,8 +92,8 @@ class Costs(Protocol):
     def memory(self, layout: Layout) -> MemoryEstimate:
         """Return the exact memory of one layout."""
 
-    def priced(self, layout: Layout) -> PricedLayout:
-        """Return the exact models of one layout, for any of its splits."""
+    def priced(self, table: LayoutTable) -> PricedTable:
+        """Return the exact models of complete layouts, for any of their splits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +189,6 @@ class ModelCosts:
         """See Costs."""
         return estimate_memory(self.model, self.job, self.cluster, layout)
 
-    def priced(self, layout: Layout) -> PricedLayout:
+    def priced(self, table: LayoutTable) -> PricedTable:
         """See Costs."""
-        return PricedLayout(model=self.model, job=self.job, cluster=self.cluster, layout=layout)
+        return PricedTable(model=self.model, job=self.job, cluster=self.cluster, table=table)

@@ -5,11 +5,10 @@ The frontier hands out complete layouts in ascending bound; each one's layers ar
 the K-th incumbent, no layout of the space is faster than these.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
-from costmodels.layout import Layout, split_layers
-from costmodels.layout_table import LayoutTable
+from costmodels.layout import Layout
 from planner.constraints import Constraints
 from planner.search.costs import Costs
 from planner.search.frontier import Frontier
@@ -97,9 +96,7 @@ def explore(
         popped = frontier.pop(ranking.cutoff)
         if popped is None or (stop_at_first and ranking.best):
             break
-        bound, row = popped
-        priced = costs.priced(even_layout(row, space.model.num_layers))
-        ranking.judge(bound, priced, FIRST_ANSWERS)
+        ranking.judge(*popped, FIRST_ANSWERS)
     if not stop_at_first:
         ranking.finish()
     ranked = sorted(ranking.best.values(), key=lambda found: (found.seconds, found.reserved))
@@ -201,11 +198,3 @@ def identity(layout: Layout) -> tuple[object, ...]:
         layout.schedule,
         layout.stages_per_rank,
     )
-
-
-def even_layout(row: LayoutTable, num_layers: int) -> Layout:
-    """Return a row as a layout with its even split; sequence parallelism is off at tp 1."""
-    stages = int(row.pipeline_parallel[0] * row.stages_per_rank[0])
-    layout = row.layout(0, split_layers(num_layers, stages), 0)
-    splits = layout.sequence_parallel and layout.tensor_parallel > 1
-    return replace(layout, sequence_parallel=splits)

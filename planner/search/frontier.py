@@ -18,8 +18,8 @@ from math import inf
 
 import numpy as np
 
-from costmodels.layout_table import LayoutTable
 from planner.search.costs import Values
+from planner.search.priced import PricedLayout, PricedTable
 from planner.search.row_bounds import RowBounds
 from planner.search.space import Partial, Space, root, unfold
 
@@ -46,11 +46,17 @@ BLOCK = {
 
 @dataclass(slots=True, kw_only=True)
 class _Pool:
-    """Rows of one level in ascending bound, and the next to come out."""
+    """Rows of one level in ascending bound, and the next to come out.
+
+    Attributes:
+        priced: Of complete rows that are ready, their exact models.
+
+    """
 
     level: Level
     partial: Partial
     bound: Values
+    priced: PricedTable
     next_row: int = 0
 
     def head(self) -> float:
@@ -78,8 +84,8 @@ class Frontier:
         cells = unfold(self.space, root(self.space), "context_parallel_type")
         self._add(Level.CELLS, cells, self.bounds.open_seconds(cells.table, schedule_is_open=True))
 
-    def pop(self, cutoff: float) -> tuple[float, LayoutTable] | None:
-        """Return the complete layout with the smallest bound, as a table of one row.
+    def pop(self, cutoff: float) -> tuple[float, PricedLayout] | None:
+        """Return the smallest bound of a complete layout, and that layout with its even split.
 
         None when nothing below the cutoff is left.
         """
@@ -90,9 +96,9 @@ class Frontier:
             pool.next_row = stop
             bound, rows = pool.bound[first:stop], np.arange(first, stop)
             self._push(pool)
-            block = replace(pool.partial, table=pool.partial.table.take(rows))
             if pool.level is Level.READY:
-                return float(bound[0]), block.table
+                return float(bound[0]), pool.priced.layout(first)
+            block = replace(pool.partial, table=pool.partial.table.take(rows))
             self._refine(pool.level, block, bound, cutoff)
         return None
 
@@ -109,7 +115,8 @@ class Frontier:
         self.num_bounded += len(bound)
         order = np.argsort(bound, kind="stable")
         sorted_rows = replace(partial, table=partial.table.take(order))
-        self._push(_Pool(level=level, partial=sorted_rows, bound=bound[order]))
+        priced = self.bounds.costs.priced(sorted_rows.table)
+        self._push(_Pool(level=level, partial=sorted_rows, bound=bound[order], priced=priced))
 
     def _refine(self, level: Level, block: Partial, bound: Values, cutoff: float) -> None:
         """Replace a block of rows by what they unfold into, below the cutoff."""

@@ -1,22 +1,23 @@
-"""One layout with its blocks priced once: exact seconds and bytes of any of its splits.
+"""Layouts with their blocks priced once: exact seconds and bytes of any of their splits.
 
 A search judges many splits of one layout, and many numbers of recomputed layers. What its blocks
-take and hold does not depend on them, so it is found on the first question and kept.
+take and hold does not depend on them, so it is found on the first question and kept, and for a
+whole table of layouts in one call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from costmodels.block_memory import BlockMemory
+from costmodels.block_memory import BlockMemory, block_memory
 from costmodels.bounds import around_rows
 from costmodels.estimate import step_seconds
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import Layout
+from costmodels.layout import Layout, split_layers
 from costmodels.layout_costs import LayoutCosts, layout_costs
-from costmodels.layout_table import table_of
+from costmodels.layout_table import LayoutTable, table_of
 from costmodels.memory import MemoryDemand, blocks_of_layout, memory_demand
 from costmodels.model import ModelSpec
 from costmodels.reference_bound import (
@@ -30,17 +31,59 @@ from planner.search.stage_scores import scored_problem
 
 
 @dataclass(frozen=True, kw_only=True)
+class PricedTable:
+    """The exact models of some layouts."""
+
+    model: ModelSpec
+    job: TrainingJob
+    cluster: Cluster
+    table: LayoutTable
+
+    @cached_property
+    def costs(self) -> LayoutCosts:
+        """Seconds of their blocks."""
+        return layout_costs(self.model, self.job, self.cluster, self.table)
+
+    @cached_property
+    def blocks(self) -> BlockMemory:
+        """Bytes of their blocks."""
+        return block_memory(self.model, self.job, self.cluster, self.table)
+
+    def layout(self, row: int) -> "PricedLayout":
+        """Return one of them, with its even split."""
+        return PricedLayout(
+            model=self.model,
+            job=self.job,
+            cluster=self.cluster,
+            layout=even_layout(self.table, row, self.model.num_layers),
+            together=self,
+            row=row,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PricedLayout:
-    """The exact models of one layout; splits differ from it in layers and recomputed layers."""
+    """The exact models of one layout; splits differ from it in layers and recomputed layers.
+
+    Attributes:
+        layout: It, with any split.
+        together: Layouts that are priced in one call with it; None prices it alone.
+        row: Its row there.
+
+    """
 
     model: ModelSpec
     job: TrainingJob
     cluster: Cluster
     layout: Layout
+    together: PricedTable | None = None
+    row: int = 0
 
     @cached_property
     def costs(self) -> LayoutCosts:
         """Seconds of its blocks."""
+        if self.together is not None:
+            return self.together.costs.take(np.array([self.row]))
         table = table_of([self.layout])
         modules = self.layout.recompute_modules
         return layout_costs(self.model, self.job, self.cluster, table, modules)
@@ -48,6 +91,8 @@ class PricedLayout:
     @cached_property
     def blocks(self) -> BlockMemory:
         """Bytes of its blocks."""
+        if self.together is not None:
+            return self.together.blocks.take(np.array([self.row]))
         return blocks_of_layout(self.model, self.job, self.cluster, self.layout)
 
     def memory(self, split: Layout) -> MemoryDemand:
@@ -82,3 +127,11 @@ class PricedLayout:
             costs=self.costs,
             blocks=self.blocks,
         )
+
+
+def even_layout(table: LayoutTable, row: int, num_layers: int) -> Layout:
+    """Return a row as a layout with its even split; sequence parallelism is off at tp 1."""
+    stages = int(table.pipeline_parallel[row] * table.stages_per_rank[row])
+    layout = table.layout(row, split_layers(num_layers, stages), 0)
+    splits = layout.sequence_parallel and layout.tensor_parallel > 1
+    return replace(layout, sequence_parallel=splits)

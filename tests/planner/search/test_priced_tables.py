@@ -1,0 +1,33 @@
+"""Layouts that are priced together against the same ones priced alone."""
+
+from itertools import islice
+
+import pytest
+from random_problems import layouts, random_problem
+
+from costmodels.estimate import estimate_time
+from costmodels.layout_table import table_of
+from costmodels.memory import estimate_memory
+from planner.rules import legal_mask
+from planner.search.priced import PricedTable
+
+MOST_LAYOUTS = 60
+
+
+@pytest.mark.parametrize("seed", range(30000, 30020))
+def test_layouts_priced_together_are_what_each_is_alone(seed):
+    problem = random_problem(seed)
+    inputs = (problem.model, problem.job, problem.cluster)
+    tried = list(layouts(problem))
+    legal, _ = legal_mask(*inputs, table_of(tried))
+    table = table_of(
+        list(islice((one for one, obeys in zip(tried, legal, strict=True) if obeys), MOST_LAYOUTS))
+    )
+    priced = PricedTable(model=problem.model, job=problem.job, cluster=problem.cluster, table=table)
+    for row in range(len(table)):
+        one = priced.layout(row)
+        alone = estimate_memory(*inputs, one.layout)
+        assert one.memory(one.layout).reserved == pytest.approx(alone.parts.reserved, rel=1e-12)
+        assert one.memory(one.layout).host_per_node == pytest.approx(alone.host_per_node)
+        seconds = estimate_time(*inputs, one.layout).step_seconds
+        assert one.seconds(one.layout) == pytest.approx(seconds, rel=1e-9)
