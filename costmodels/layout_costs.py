@@ -6,6 +6,7 @@ depend on more columns and are cheap enough to price per layout.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,26 +134,13 @@ class LayoutCosts:
 
     def take(self, rows: NDArray[np.int64]) -> "LayoutCosts":
         """Return the costs of some layouts."""
-        num_rows, shards = len(self.shard_of_row), self.shard_of_row[rows]
+        by_row: dict[str, Any] = {
+            name: take_rows(getattr(self, name), rows, len(self.shard_of_row))
+            for name in ("embedding", "layers", "head", "hops", "states", "placement")
+        }
         num_shards = self.priced.head.exposed.shape[-1]
-        return LayoutCosts(
-            embedding=take_rows(self.embedding, rows, num_rows),
-            layers=tuple((kind, take_rows(times, rows, num_rows)) for kind, times in self.layers),
-            head=take_rows(self.head, rows, num_rows),
-            priced=WorkloadCosts(
-                embedding=take_rows(self.priced.embedding, shards, num_shards),
-                layers=tuple(
-                    (kind, take_rows(costs, shards, num_shards))
-                    for kind, costs in self.priced.layers
-                ),
-                head=take_rows(self.priced.head, shards, num_shards),
-            ),
-            shard_of_row=np.arange(len(rows)),
-            hops=take_rows(self.hops, rows, num_rows),
-            states=take_rows(self.states, rows, num_rows),
-            rates=self.rates,
-            placement=self.placement.take(rows),
-        )
+        priced = take_rows(self.priced, self.shard_of_row[rows], num_shards)
+        return replace(self, **by_row, priced=priced, shard_of_row=np.arange(len(rows)))
 
 
 def layout_costs(
