@@ -68,25 +68,74 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically: readers see the old content or the new one, never a part.
 
+    A link stays a link and what it names is written; a device or a pipe is written to, not
+    replaced. A file keeps its permissions, a new one gets those of the user's umask.
+
     Raises:
         ValueError: The file cannot be written; what stood there stays.
 
     """
+    refuse_unwritable(path)
     name = None
     try:
+        if _is_special(path):
+            path.write_bytes(content)
+            return
+        target = Path(os.path.realpath(path))
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
         with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", delete=False
+            dir=target.parent, prefix=f".{target.name}.", delete=False
         ) as file:
             name = file.name
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # noqa: PTH101  # the temporary file was private
-        os.replace(name, path)  # noqa: PTH105  # atomic on one file system
+        os.chmod(name, mode)  # noqa: PTH101  # the temporary file was private
+        os.replace(name, target)  # noqa: PTH105  # atomic on one file system
     except OSError as error:
         if name is not None:
             Path(name).unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse a file that `write_bytes` could not write, before hours of work go into it.
+
+    Raises:
+        ValueError: Its folder is absent or closed, or it is a folder or write-protected.
+
+    """
+    try:
+        problem = _unwritable(path)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise ValueError(f"cannot write {path}: {problem}")
+
+
+def _unwritable(path: Path) -> str | None:
+    if path.is_dir():
+        return "Is a directory"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "Permission denied"
+    if path.exists() and _is_special(path):
+        return None
+    parent = Path(os.path.realpath(path)).parent
+    if not parent.is_dir():
+        return f"No such file or directory: {parent}"
+    return None if os.access(parent, os.W_OK | os.X_OK) else f"Permission denied: {parent}"
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a path is a device, a pipe or a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _umask() -> int:
+    """Return the process's umask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def write_folder(folder: Path, texts: Mapping[str, str]) -> None:

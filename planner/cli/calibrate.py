@@ -39,8 +39,10 @@ def run(arguments: Namespace) -> int:
     """Measure or fit, and write the profile to a file or to stdout."""
     from costmodels.profile_writer import profile_to_toml
     from planner.codec import encode
-    from planner.files import write_text
+    from planner.files import refuse_unwritable, write_text
 
+    if arguments.output:
+        refuse_unwritable(arguments.output)  # now, not after minutes of measuring
     profile = _fitted(arguments.table) if arguments.table else _measured(arguments)
     text = profile_to_toml(profile)
     if arguments.output:

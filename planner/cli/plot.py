@@ -44,11 +44,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Draw the figures and say what was written and what each one shows."""
+    from planner.files import refuse_unwritable
     from planner.plots.style import FORMATS, write_figure
 
     output: Path = arguments.output
     if output.suffix.removeprefix(".").lower() not in FORMATS:
         raise ValueError(f"cannot draw {output}: its suffix must be one of .{', .'.join(FORMATS)}")
+    refuse_unwritable(output)  # now, not after a table is predicted
     figures = _figures(arguments.inputs, arguments.kind)
     written = []
     for name, figure in figures.items():

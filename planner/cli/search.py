@@ -56,9 +56,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Search, print the ranking and write the best plan; 1 where nothing fits."""
+    from planner.files import refuse_unwritable
     from planner.plan import write_plan
     from planner.search_report import answer_json, answer_lines, best_plan
 
+    if arguments.output:
+        refuse_unwritable(arguments.output)  # now, not after a search of minutes
     started = time.perf_counter()
     model = read_model_flag(arguments)
     profile = read_hardware_flags(arguments)

@@ -29,10 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Predict, write the rows and print the error table on stderr."""
-    from planner.files import write_text
+    from planner.files import refuse_unwritable, write_text
     from planner.measured.errors import error_table
     from planner.measured.validate import csv_text, predict_all, read_rows
 
+    if arguments.output:
+        refuse_unwritable(arguments.output)  # now, not after all rows are predicted
     rows = read_rows(arguments.table)
     if not rows:
         raise NoAnswerError(f"{arguments.table} has a header and no row to predict")

@@ -1,11 +1,12 @@
 """Files are read with one clear message and written whole or not at all."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from planner.files import read_json, read_text, write_folder, write_text
+from planner.files import read_json, read_text, refuse_unwritable, write_folder, write_text
 
 
 def test_an_absent_file_is_named(tmp_path):
@@ -62,6 +63,49 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_link_stays_and_what_it_names_is_written(tmp_path):
+    path, link = tmp_path / "plan.json", tmp_path / "latest.json"
+    path.write_text("old")
+    link.symlink_to("plan.json")
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "new")
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_permissions_are_the_users(tmp_path):
+    kept, fresh = tmp_path / "kept", tmp_path / "fresh"
+    kept.write_text("old")
+    kept.chmod(0o640)
+    before = os.umask(0o077)
+    try:
+        write_text(kept, "new")
+        write_text(fresh, "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o640
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o600
+
+
+def test_what_cannot_be_written_is_refused_beforehand(tmp_path):
+    refuse_unwritable(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"plan\.json: No such file or directory: .*absent"):
+        refuse_unwritable(tmp_path / "absent" / "plan.json")
+    with pytest.raises(ValueError, match="Is a directory"):
+        refuse_unwritable(tmp_path)
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
