@@ -10,6 +10,32 @@ from dataclasses import dataclass, field
 
 from costmodels.config_keys import MAX_COUNT
 
+# Constants that the cost model divides by: rates, and shares of rates.
+_DIVISORS = frozenset(
+    {
+        "all_to_all_share",
+        "attention_backward",
+        "attention_forward",
+        "flash_1_share",
+        "flash_2_share",
+        "fp32_attention",
+        "fp8_efficiency",
+        "full_power_watts",
+        "gemm_efficiency",
+        "host_staging_share",
+        "host_update_rate",
+        "inter_node_efficiency",
+        "intra_node_efficiency",
+        "limited_power_share",
+        "memory_efficiency",
+        "misaligned_share",
+        "mxfp8_efficiency",
+        "nvfp4_efficiency",
+        "rowwise_fp8_share",
+    }
+)
+_MAX_CONSTANT = 1e15  # chosen: far beyond every constant; products of two stay finite
+
 
 def _require_positive(record: object, *names: str) -> None:
     """Refuse fields that are not finite and above 0: records also come from strangers' plans."""
@@ -76,6 +102,8 @@ class Device:
         _require_positive(
             self, "memory", "memory_bandwidth", "num_sms", "host_bandwidth", "usable_fraction"
         )
+        if self.power_watts is not None:
+            _require_positive(self, "power_watts")
         if self.usable_fraction > 1:
             raise ValueError(f"usable_fraction must be at most 1, not {self.usable_fraction}")
         if not self.peak_flops or any(not 0 < peak < math.inf for _, peak in self.peak_flops):
@@ -106,6 +134,14 @@ class Calibration:
     """
 
     constants: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse constants that no machine has."""
+        for name, value in self.constants:
+            if not 0 <= value <= _MAX_CONSTANT or (value == 0 and name in _DIVISORS):
+                least = "above 0" if name in _DIVISORS else "at least 0"
+                limits = f"{least} and at most {_MAX_CONSTANT:g}"
+                raise ValueError(f"the constant {name} must be {limits}, not {value:g}")
 
     def __getitem__(self, key: str) -> float:
         """Return a constant.

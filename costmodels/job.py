@@ -37,6 +37,10 @@ class Optimizer(StrEnum):
     SGD = "sgd"
 
 
+ATTENTION_KERNELS = ("flash-2", "flash-1", "fused-softmax", "torch-softmax")
+EXPERT_DISPATCHERS = ("alltoall", "deepep", "hybridep")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
     """Software facts that change speed or memory; defaults are what a current stack does.
@@ -74,6 +78,17 @@ class Switches:
     expandable_segments: bool = False
     fp8_all_gather: bool = False
     power_limited: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse kernels and dispatchers that nothing is known of."""
+        for name, known in (
+            ("attention_kernel", ATTENTION_KERNELS),
+            ("expert_dispatch", EXPERT_DISPATCHERS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r:.60}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

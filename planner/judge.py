@@ -8,6 +8,7 @@ The verdict rests on the central estimate of reserved memory:
     illegal       a rule of the target runtime is broken; there is no memory or time to speak of
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -50,18 +51,29 @@ class Judgement:
 
 
 def judge(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout) -> Judgement:
-    """Judge one layout of a job on a cluster."""
+    """Judge one layout of a job on a cluster.
+
+    Raises:
+        ValueError: The machine's figures give no finite step.
+
+    """
     broken = violations(model, job, cluster, layout)
     if broken:
         return Judgement(layout=layout, verdict=Verdict.ILLEGAL, violations=broken)
     memory = estimate_memory(model, job, cluster, layout)
     shortages = memory_shortages(memory, cluster)
+    time = estimate_time(model, job, cluster, layout)
+    if not (math.isfinite(time.step_seconds) and time.step_seconds > 0):
+        raise ValueError(
+            f"the figures of {cluster.profile.name} give a step of {time.step_seconds} s; one of "
+            "its rates or latencies is beyond any machine"
+        )
     return Judgement(
         layout=layout,
         verdict=memory_verdict(memory, cluster),
         violations=shortages,
         memory=memory,
-        time=estimate_time(model, job, cluster, layout),
+        time=time,
     )
 
 

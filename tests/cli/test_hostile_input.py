@@ -140,6 +140,7 @@ def plan(tmp_path_factory):
         ("cluster", "num_gpus", 2**40),
         ("job", "memory_taken", -(10**15)),
         ("job", "lora_rank", 0),
+        ("job", "switches", {"attention_kernel": "$(id)"}),
     ],
 )
 def test_a_tampered_plan_gives_one_message(capsys, tmp_path, plan, verb, edit):
@@ -149,6 +150,22 @@ def test_a_tampered_plan_gives_one_message(capsys, tmp_path, plan, verb, edit):
     status, out, err = answered(capsys, [verb, str(path), "--json"])
     assert status in (1, 2)
     assert key in err or key in out
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "override",
+    [
+        "constants.gemm_efficiency=0",
+        "constants.host_launch=1e300",
+        "device.memory_gb_per_s=1e-320",
+    ],
+)
+def test_figures_that_give_no_finite_step_are_refused(capsys, override):
+    status, out, err = answered(capsys, [*ESTIMATE, "--zero", "3", "--set", override])
+    assert status == 2
+    assert json.loads(out).keys() == {"error"}
+    assert "must be" in err or "beyond any machine" in err
 
 
 def test_estimate_places_ranks_as_search_does(capsys):

@@ -134,3 +134,25 @@ def test_sources_do_not_change_what_a_profile_hashes_to():
     )
     assert hash(sourced) == hash(PROFILE)
     assert sourced != PROFILE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gemm_efficiency", 0.0),
+        ("full_power_watts", -1.0),
+        ("kernel_gap", -1e-6),
+        ("tail_share", 1e308),
+        ("step_overhead", float("nan")),
+    ],
+)
+def test_constants_that_no_machine_has_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"the constant {name} must be"):
+        Calibration(constants=((name, value),))
+    assert Calibration(constants=(("tail_share", 0.0),))["tail_share"] == 0.0
+
+
+@pytest.mark.parametrize("watts", [0.0, -700.0, float("inf")])
+def test_a_power_limit_is_positive(watts):
+    with pytest.raises(ValueError, match="power_watts"):
+        replace(PROFILE.device, power_watts=watts)
