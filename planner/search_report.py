@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from costmodels.schedule import build_schedule
 from costmodels.units import GIB
@@ -11,10 +12,12 @@ from planner.constraints import FREE, Constraints
 from planner.contract import SCHEMA, judgement_json, layout_json
 from planner.explain.advice import advice
 from planner.explain.margins import margins
+from planner.explain.no_layout import broken_by_all
 from planner.explain.reasons import limits, why_first
 from planner.judge import Judgement
 from planner.plan import Plan, SolverStatus
 from planner.report import VERDICT_WORDS, heading, layout_words, ranking_table
+from planner.rules import Violation
 from planner.search.nearest import NearestMiss
 from planner.search.pareto import FrontPoint, non_dominated
 from planner.search.ranking import SearchResult
@@ -105,6 +108,7 @@ def answer_json(answer: Answer, seconds: float) -> dict[str, object]:
         "num_solved": sum(found.result.num_solved for found in answer.found),
         "rejected": rejected,
         "nearest_miss": None if answer.plans else _miss_json(answer, last.nearest_miss),
+        "violations": _violations_json(answer),
         "smallest_gpus_that_fit": answer.smallest_gpus,
         "search_seconds": round(seconds, 3),
         **_notes_json(answer),
@@ -119,6 +123,14 @@ def answer_json(answer: Answer, seconds: float) -> dict[str, object]:
         "gpu_front": list(_gpu_front(answer.sizes or answer.found)),
         "sizes": [_size_json(sized) for sized in answer.sizes],
     }
+
+
+def _violations_json(answer: Answer) -> list[Json]:
+    """Return the rules that stand in the way where no layout is legal."""
+    last = answer.found[-1]
+    if answer.plans or last.result.nearest_miss is not None:
+        return []
+    return [encode(violation) for violation in _broken_by_all(answer, last)[1]]
 
 
 def _notes_json(answer: Answer) -> dict[str, object]:
@@ -164,6 +176,10 @@ def _status(answer: Answer) -> str:
     return "optimal" if all(status == "optimal" for status in with_plans) else "feasible"
 
 
+def _broken_by_all(answer: Answer, found: Sized) -> tuple[Layout, tuple[Violation, ...]]:
+    return broken_by_all(answer.model, found.job, found.cluster, answer.constraints)
+
+
 def _miss_json(answer: Answer, miss: NearestMiss | None) -> dict[str, Json] | None:
     if miss is None:
         return None
@@ -196,7 +212,7 @@ def answer_lines(answer: Answer) -> list[str]:
     if found.result.plans:
         lines += [*ranking_table(found.result.plans), "", *_reason_lines(answer, found)]
     else:
-        lines += _miss_lines(found.result)
+        lines += _miss_lines(answer, found)
     return [*lines, _census_line(found.result)]
 
 
@@ -226,10 +242,13 @@ def _reason_lines(answer: Answer, found: Sized) -> list[str]:
     return lines
 
 
-def _miss_lines(result: SearchResult) -> list[str]:
-    miss = result.nearest_miss
+def _miss_lines(answer: Answer, found: Sized) -> list[str]:
+    miss = found.result.nearest_miss
     if miss is None:
-        return ["no layout is legal under these constraints"]
+        layout, broken = _broken_by_all(answer, found)
+        lines = [f"  {violation.rule}: {violation.message}" for violation in broken]
+        asked = [f"asked for: {layout_words(layout)}"] if broken else []
+        return ["no layout is legal under these constraints", *asked, *lines]
     where = "host memory per node" if miss.of_host else f"the GPUs of pipeline rank {miss.stage}"
     lines = [
         "nothing fits",

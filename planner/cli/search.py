@@ -150,8 +150,20 @@ def _answer(asked: _Question) -> "Answer":
         workers=asked.arguments.workers,
     )
     if fewest is None:
-        raise NoAnswerError("no number of GPUs fits under these constraints")
+        raise NoAnswerError(_why_no_count_fits(asked))
     return replace(_at_one_count(asked, fewest.num_gpus), smallest_gpus=fewest.num_gpus)
+
+
+def _why_no_count_fits(asked: _Question) -> str:
+    """Say which rules one node breaks already, where it breaks any."""
+    from costmodels.hardware import make_cluster
+    from planner.explain.no_layout import broken_by_all
+
+    cluster = make_cluster(asked.profile, asked.node, asked.node)
+    _, broken = broken_by_all(asked.model, asked.job_of(asked.node), cluster, asked.constraints)
+    reasons = "; ".join(f"{violation.rule}: {violation.message}" for violation in broken)
+    words = "no number of GPUs fits under these constraints"
+    return f"{words}; on {asked.node} GPUs {reasons}" if reasons else words
 
 
 def _at_one_count(asked: _Question, gpus: int) -> "Answer":

@@ -119,6 +119,38 @@ def test_nothing_fits_names_the_nearest_miss_and_exits_with_1(capsys):
     assert found["nearest_miss"]["relaxations"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "rule", "allowed"),
+    [
+        (["--tp", "3"], "tensor_parallel_divides_heads", {"tensor_parallel": [1, 2, 4, 8]}),
+        (
+            ["--zero", "3", "--zero-group", "3"],
+            "zero_group_divides_ranks",
+            {"zero_group": [1, 2, 4, 8]},
+        ),
+        (
+            ["--precision", "mxfp8"],
+            "precision_supported",
+            {"precision": ["bf16", "fp16", "fp32", "fp8"]},
+        ),
+    ],
+)
+def test_where_nothing_is_legal_the_rule_and_what_is_legal_are_named(capsys, flags, rule, allowed):
+    words = ["--model", "8b", "--gpus", "8", *flags]
+    status, found = answer(capsys, *words)
+    broken = {violation["rule"]: violation["allowed"] for violation in found["violations"]}
+    assert status == 1
+    assert broken[rule] == allowed
+    assert main(["search", *words]) == 1
+    assert rule in capsys.readouterr().out
+
+
+def test_no_count_of_gpus_helps_a_card_without_the_precision(capsys):
+    words = ["--model", "1b", "--hardware", "v100-sxm2-32gb", "--gpus", "auto"]
+    assert main(["search", *words]) == 1
+    assert "legal here: precision fp16, fp32" in capsys.readouterr().err
+
+
 def test_auto_finds_the_fewest_gpus(capsys):
     words = ["--model", "8b", "--seq-len", "4096", "--global-batch-size", "64", "--offload", "none"]
     status, found = answer(capsys, *words, "--gpus", "auto")

@@ -1,0 +1,67 @@
+"""Why no layout at all is legal: one layout that keeps to the constraints, and the rules it breaks.
+
+What is fixed keeps its first value and what is free is left out (degree 1), so that the rules that
+are broken are those of the job, the machine and the user's own words.
+"""
+
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule, split_layers
+from costmodels.model import ModelSpec
+from planner.constraints import Constraints
+from planner.rules import Violation, violations
+
+_NEEDS_NO_PIPELINE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
+_TWO_STAGES_PER_RANK = (Schedule.INTERLEAVED, Schedule.ZBV, Schedule.DUALPIPEV)
+
+
+def broken_by_all(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints
+) -> tuple[Layout, tuple[Violation, ...]]:
+    """Return a layout within the constraints and the rules that it breaks, perhaps none."""
+    layout = _plain_layout(model, job, cluster, constraints)
+    return layout, violations(model, job, cluster, layout)
+
+
+def _plain_layout(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints
+) -> Layout:
+    def first(values: tuple[int, ...] | None, otherwise: int = 1) -> int:
+        return values[0] if values else otherwise
+
+    schedule = constraints.schedule[0] if constraints.schedule else None
+    fewest = 1 if schedule in (None, *_NEEDS_NO_PIPELINE) else 2
+    stages = first(constraints.pipeline_parallel, fewest)
+    per_rank = first(constraints.stages_per_rank, 2 if schedule in _TWO_STAGES_PER_RANK else 1)
+    tensor, context = first(constraints.tensor_parallel), first(constraints.context_parallel)
+    data = first(constraints.data_parallel, max(1, cluster.num_gpus // (tensor * stages * context)))
+    batch = first(constraints.micro_batch_size)
+    split = constraints.layers_per_stage or split_layers(model.num_layers, stages * per_rank)
+    recompute = constraints.recompute[0] if constraints.recompute else Recompute.NONE
+    return Layout(
+        data_parallel=data,
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        context_parallel=context,
+        expert_parallel=first(constraints.expert_parallel),
+        expert_tensor_parallel=first(constraints.expert_tensor_parallel),
+        zero_stage=first(constraints.zero_stage, 0),
+        zero_group=first(constraints.zero_group, data * context),
+        keep_gathered=bool(constraints.keep_gathered and constraints.keep_gathered[0]),
+        micro_batch_size=batch,
+        num_micro_batches=max(1, job.global_batch_size // (data * batch)),
+        stages_per_rank=per_rank,
+        schedule=schedule or (Schedule.ONE_F_ONE_B if per_rank == 1 else Schedule.INTERLEAVED),
+        recompute=recompute,
+        recompute_layers=(constraints.recompute_layers or 0) if recompute is Recompute.FULL else 0,
+        sequence_parallel=(
+            constraints.sequence_parallel[0] if constraints.sequence_parallel else tensor > 1
+        ),
+        context_parallel_type=(
+            constraints.context_parallel_type[0]
+            if constraints.context_parallel_type
+            else ContextParallelType.RING
+        ),
+        offload=constraints.offload[0] if constraints.offload else (),
+        layers_per_stage=split,
+    )
