@@ -40,21 +40,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     verb = next((word for word in words if not word.startswith("-")), None)
+    try:
+        return _run(verb, words)
+    except BrokenPipeError:  # the reader left
+        _drop_output()
+        return 0
+    except OSError as error:
+        if error.filename is None:  # stdout has no name
+            _drop_output()
+            error = OSError(f"cannot write the output: {error.strerror or error}")
+        return _complain(verb, str(error), WRONG_USAGE, as_json="--json" in words)
+    except (NoAnswerError, ValueError, KeyboardInterrupt) as error:
+        status, message = NO_ANSWER, str(error)
+        if isinstance(error, ValueError):
+            status = WRONG_USAGE
+        elif isinstance(error, KeyboardInterrupt):
+            status, message = INTERRUPTED, "interrupted"
+        return _complain(verb, message, status, as_json="--json" in words)
+
+
+def _run(verb: str | None, words: Sequence[str]) -> int:
     module = _verb_module(verb) if verb in VERBS else None
     arguments = _parser(verb, module).parse_args(words)
     assert module is not None  # argparse refuses every other verb
-    try:
-        return int(module.run(arguments))
-    except NoAnswerError as error:
-        return _complain(arguments, str(error), NO_ANSWER)
-    except ValueError as error:
-        return _complain(arguments, str(error), WRONG_USAGE)
-    except BrokenPipeError:
-        # The reader left; Python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return _complain(arguments, "interrupted", INTERRUPTED)
+    status = int(module.run(arguments))
+    if sys.stdout is not None:  # closed by the caller
+        sys.stdout.flush()  # a full disk or a reader that left shows here, not at exit
+    return status
+
+
+def _drop_output() -> None:
+    """Send the rest of stdout nowhere; Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _verb_module(verb: str | None) -> ModuleType:
@@ -86,8 +103,8 @@ def _parser(verb: str | None, module: ModuleType | None) -> argparse.ArgumentPar
     return parser
 
 
-def _complain(arguments: argparse.Namespace, message: str, status: int) -> int:
-    print(f"planner {arguments.verb}: {message}", file=sys.stderr)
-    if arguments.json:
+def _complain(verb: str | None, message: str, status: int, *, as_json: bool) -> int:
+    print(f"planner {verb}: {message}", file=sys.stderr)
+    if as_json:
         print(json.dumps({"error": message}))
     return status

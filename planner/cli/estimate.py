@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     Inputs = tuple[ModelSpec, TrainingJob, Cluster]
 
+FLAGS = {"overrides": "--set", "zero_stage": "--zero"}  # the others are called as they are kept
 EXAMPLE = "planner estimate --model 70b --gpus 64 --tp 8 --pp 2 --zero 1 --recompute full"
 
 
@@ -43,12 +44,28 @@ def run(arguments: Namespace) -> int:
     from planner.contract import judgement_json
     from planner.report import judgement_text
 
+    if arguments.plan:
+        _refuse_flags_beside_a_plan(arguments)
     inputs, judgement = _from_file(arguments.plan) if arguments.plan else _from_flags(arguments)
     if arguments.json:
         print(json.dumps(judgement_json(judgement, *inputs)))
     else:
         print(judgement_text(judgement, *inputs))
     return 0 if judgement.runs else NO_ANSWER
+
+
+def _refuse_flags_beside_a_plan(arguments: Namespace) -> None:
+    """A plan says everything; what flags say besides would have to be ignored."""
+    flags = ArgumentParser()
+    add_arguments(flags)
+    unset = vars(flags.parse_args([]))
+    given = [name for name, value in unset.items() if getattr(arguments, name) != value]
+    words = [FLAGS.get(name, f"--{name.replace('_', '-')}") for name in given if name != "plan"]
+    if words:
+        raise ValueError(
+            f"{', '.join(words)} beside {arguments.plan} would be ignored, for a plan says "
+            "everything; leave one out (planner explain changes a plan: --why-not, --what-if)"
+        )
 
 
 def _from_file(path: Path) -> "tuple[Inputs, Judgement]":

@@ -4,23 +4,24 @@ Only argparse and plain enumerations are imported at module level, so that `--he
 """
 
 import argparse
+import re
 
 from costmodels.config_keys import MAX_COUNT
 from costmodels.layout import AXES, Offload
 
+MOST_DIGITS = 100  # chosen: no count has as many
 MAX_TAKEN_GIB = 2**20  # chosen: beyond any card
 
 
 def positive(text: str) -> int:
     """Read a count of at least one (an argparse type)."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not re.fullmatch(r"[+-]?[0-9]+", text):  # int() takes 8_0 for 80, and digits of any script
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    value = int(text) if len(text) <= MOST_DIGITS else MAX_COUNT + 1
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     if value > MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{value} is more than {MAX_COUNT}")
+        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_COUNT}")
     return value
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -172,3 +173,39 @@ def test_an_illegal_layout_says_why_and_exits_with_1(capsys):
     assert answer["memory"] is None
     assert answer["time"] is None
     assert [1, 2, 4] in [v["allowed"].get("tensor_parallel") for v in answer["violations"]]
+
+
+def test_flags_beside_a_plan_are_refused_not_ignored(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    words = ["--model", "tiny", "--hardware", "cpu-gloo", "--gpus", "1", "-o", str(path)]
+    assert main(["search", *words]) == 0
+    assert main(["estimate", str(path), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["estimate", str(path), "--tp", "8", "--zero", "1", "--set", "a=1"]) == 2
+    assert "--set, --tensor-parallel, --zero beside" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["8_0", "\uff18", "8.0", " 8", "0x8", ""])
+def test_counts_are_plain_digits(capsys, text):
+    assert main(["estimate", "--model", "8b", "--gpus", text]) == 2
+    assert "is not a whole number" in capsys.readouterr().err
+
+
+def test_no_time_is_spent_on_an_answer_that_cannot_be_written(capsys, tmp_path):
+    path = tmp_path / "absent" / "plan.json"
+    assert main(["search", "--model", "70b", "--gpus", "64", "-o", str(path)]) == 2
+    assert f"cannot write {path}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_stdout_gives_one_message():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "planner", "models"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "planner models: cannot write the output: No space left on device\n"
