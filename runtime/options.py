@@ -82,6 +82,22 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         description="Train the plan that lies beside this script.",
         epilog="example: bash launch.sh --steps 200 --data books/ --learning-rate 1e-3",
     )
+    _add_optimizer_flags(parser)
+    _add_data_flags(parser)
+    _add_state_flags(parser)
+    _add_run_flags(parser, folder)
+    given = parser.parse_args(arguments)
+    if given.synthetic and given.data:
+        parser.error("--synthetic and --data exclude each other")
+    if not 0 < given.timeout <= MAX_TIMEOUT:
+        parser.error(f"--timeout must be above 0 and at most {MAX_TIMEOUT:.0f}")
+    if given.min_learning_rate is None:
+        given.min_learning_rate = given.learning_rate / 10
+    given.data = tuple(given.data)
+    return TrainingOptions(**vars(given))  # a flag per field, by its name
+
+
+def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=_count, default=100, metavar="N", help="optimizer steps (100)")
     add("--learning-rate", type=_rate, default=3e-4, metavar="RATE", help="peak (3e-4)")
@@ -95,26 +111,6 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
     add("--warmup-steps", type=_count, default=10, metavar="N", help="linear warm-up (10)")
     add("--weight-decay", type=_rate, default=0.1, metavar="X", help="of matrices (0.1)")
     add("--max-norm", type=_rate, default=1.0, metavar="X", help="clips gradients; 0 does not (1)")
-    add("--seed", type=_count, default=0, metavar="N", help="of weights and samples (0)")
-    add(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="files or folders of text, .bin or .npy tokens (Python's own sources)",
-    )
-    add("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON file (bytes)")
-    add("--synthetic", action="store_true", help="random tokens: for timing only")
-    _add_state_flags(parser)
-    add("--output", type=Path, default=folder, metavar="FOLDER", help="run folder (the script's)")
-    add(
-        "--timeout",
-        type=_rate,
-        default=300.0,
-        metavar="SECONDS",
-        help="ends a run whose ranks do not answer (300)",
-    )
     add(
         "--bias-update-rate",
         type=_rate,
@@ -130,39 +126,21 @@ def parse_options(arguments: Sequence[str], folder: Path) -> TrainingOptions:
         help="an expert takes up to F times the mean number of choices per expert of each sequence "
         "and drops the rest (0: takes all)",
     )
-    add("--trace", type=_count, default=0, metavar="N", help="steps to draw in trace.json (0)")
-    add("--check", action="store_true", help="read plan, flags and data, then stop")
-    add("--device", choices=("cpu", "cuda"), default=None, help="(the plan's, if there is one)")
-    given = parser.parse_args(arguments)
-    if given.synthetic and given.data:
-        parser.error("--synthetic and --data exclude each other")
-    if not 0 < given.timeout <= MAX_TIMEOUT:
-        parser.error(f"--timeout must be above 0 and at most {MAX_TIMEOUT:.0f}")
-    minimum = given.min_learning_rate
-    return TrainingOptions(
-        steps=given.steps,
-        learning_rate=given.learning_rate,
-        min_learning_rate=given.learning_rate / 10 if minimum is None else minimum,
-        warmup_steps=given.warmup_steps,
-        weight_decay=given.weight_decay,
-        max_norm=given.max_norm,
-        seed=given.seed,
-        data=tuple(given.data),
-        tokenizer=given.tokenizer,
-        synthetic=given.synthetic,
-        save_every=given.save_every,
-        output=given.output,
-        keep=given.keep,
-        save_in_background=given.save_in_background,
-        resume=given.resume,
-        init_from=given.init_from,
-        timeout=given.timeout,
-        bias_update_rate=given.bias_update_rate,
-        capacity_factor=given.capacity_factor,
-        trace=given.trace,
-        check=given.check,
-        device_type=given.device,
+
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seed", type=_count, default=0, metavar="N", help="of weights and samples (0)")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files or folders of text, .bin or .npy tokens (Python's own sources)",
     )
+    add("--tokenizer", type=Path, metavar="FILE", help="tokenizers JSON file (bytes)")
+    add("--synthetic", action="store_true", help="random tokens: for timing only")
 
 
 def _add_state_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +155,27 @@ def _add_state_flags(parser: argparse.ArgumentParser) -> None:
         help=f"checkpoint to go on from; {AUTO}: the run folder's last; {FRESH}: none ({AUTO})",
     )
     add("--init-from", type=Path, metavar="FOLDER", help="first weights: config and safetensors")
+
+
+def _add_run_flags(parser: argparse.ArgumentParser, folder: Path) -> None:
+    add = parser.add_argument
+    add("--output", type=Path, default=folder, metavar="FOLDER", help="run folder (the script's)")
+    add(
+        "--timeout",
+        type=_rate,
+        default=300.0,
+        metavar="SECONDS",
+        help="ends a run whose ranks do not answer (300)",
+    )
+    add("--trace", type=_count, default=0, metavar="N", help="steps to draw in trace.json (0)")
+    add("--check", action="store_true", help="read plan, flags and data, then stop")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default=None,
+        dest="device_type",
+        help="(the plan's, if there is one)",
+    )
 
 
 def _count(text: str) -> int:

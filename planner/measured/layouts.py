@@ -77,9 +77,26 @@ def read_layouts(
         raise UnsupportedRowError(
             f"global batch {job.global_batch_size} does not divide over {data_parallel} replicas"
         )
+    sizes = _micro_batch_sizes(row, job.target, pipeline_parallel, per_replica, notes)
+    return tuple(
+        replace(reading, micro_batch_size=size, num_micro_batches=per_replica // size)
+        for reading in readings
+        for size in sizes
+    )
+
+
+def _micro_batch_sizes(
+    row: Row, target: Target, pipeline_parallel: int, per_replica: int, notes: list[str]
+) -> tuple[int, ...]:
+    """Return the micro-batches that a row may mean.
+
+    Raises:
+        UnsupportedRowError: A replica's sequences do not divide into them.
+
+    """
     if row["micro_batch"]:
         sizes: tuple[int, ...] = (integer(row, "micro_batch"),)
-    elif job.target is Target.TORCHTITAN and pipeline_parallel > 1:
+    elif target is Target.TORCHTITAN and pipeline_parallel > 1:
         # Its default: a replica's batch in as many micro-batches as the pipeline has ranks.
         sizes = (max(1, per_replica // pipeline_parallel),)
         notes.append("micro-batch not stated: one for each rank of the pipeline")
@@ -90,11 +107,7 @@ def read_layouts(
         raise UnsupportedRowError(
             f"{per_replica} sequences per replica do not divide into micro-batches of {sizes[0]}"
         )
-    return tuple(
-        replace(reading, micro_batch_size=size, num_micro_batches=per_replica // size)
-        for reading in readings
-        for size in sizes
-    )
+    return sizes
 
 
 def _stages_per_rank(
