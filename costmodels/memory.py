@@ -205,7 +205,7 @@ def reserved_interval(parts: MemoryParts) -> tuple[float, float]:
     """Return the 80 % interval of reserved bytes.
 
     States are exact; what comes and goes, and what lies outside the allocator, is known to a
-    share. The shares are chosen so that about 80 % of measured runs lie inside (tests/costmodels).
+    share. The shares are chosen so that about 80 % of measured runs lie inside.
     """
     sure = parts.parameters + parts.gradients + parts.optimizer
     unsure = parts.reserved - sure
