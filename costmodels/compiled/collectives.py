@@ -19,9 +19,9 @@ def all_gather(*, base_latency: Value, inner: Value, inner_bandwidth: Value, inn
     t_0 = outer - 1
     t_1 = inner - 1
     t_2 = inner*outer - 1
-    t_3 = payload/(inner*outer)
+    t_3 = payload*t_2/outer
     return AllGather(
-        seconds=base_latency*np.minimum(t_2, 1) + inner_latency*outer*t_1 + outer_latency*t_0 + np.maximum(t_2*t_3*np.minimum(t_1, 1)/inner_bandwidth, t_0*t_3/outer_bandwidth),
+        seconds=base_latency*np.minimum(t_2, 1) + inner_latency*outer*t_1 + outer_latency*t_0 + np.maximum(t_3*np.minimum(t_1, 1)/(inner*inner_bandwidth), t_3*np.minimum(t_0, 1)/(inner**2*outer_bandwidth)),
     )
 
 
@@ -37,9 +37,9 @@ def all_reduce(*, base_latency: Value, inner: Value, inner_bandwidth: Value, inn
     t_1 = outer - 1
     t_2 = 2*outer_latency
     t_3 = inner - 1
-    t_4 = payload/(inner*outer)
+    t_4 = payload*t_0/outer
     return AllReduce(
-        seconds=base_latency*np.minimum(t_0, 1) + 2*np.maximum(t_0*t_4*np.minimum(t_3, 1)/inner_bandwidth, t_1*t_4/outer_bandwidth) + np.minimum(2*inner_latency*outer*t_3 + t_1*t_2, inner_latency*(2*inner - 2) + t_2*np.log(outer)/np.log(2)),
+        seconds=base_latency*np.minimum(t_0, 1) + 2*np.maximum(t_4*np.minimum(t_3, 1)/(inner*inner_bandwidth), t_4*np.minimum(t_1, 1)/(inner**2*outer_bandwidth)) + np.minimum(2*inner_latency*outer*t_3 + t_1*t_2, inner_latency*(2*inner - 2) + t_2*np.log(outer)/np.log(2)),
     )
 
 

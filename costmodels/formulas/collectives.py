@@ -2,11 +2,11 @@
 
 A group of n = inner * outer ranks has `inner` of them in each scale-up domain (NVLink, xGMI,
 PCIe) and spans `outer` domains joined by the network. A tensor of B bytes is cut into n shards.
-Ring algorithms move data through both tiers at once, as NCCL's rings do: each byte enters a
-domain once, spread over the network ports of the `inner` ranks there, and passes each rank once.
+Rings pass through all ranks, as NCCL's do, one ring per network port of a domain: every shard but
+one crosses each link of its ring, so that a domain's ports carry what its scale-up links do, also
+shards that began in that domain and come back to the ranks before their own.
 
-    all_gather     = max((n - 1) / n * B / b_inner, (outer - 1) / outer * B / (inner * b_outer))
-                     + latency
+    all_gather     = (n - 1) / n * B / min(b_inner, inner * b_outer) + latency
     reduce_scatter = all_gather
     all_reduce     = reduce_scatter + all_gather, with the latency of a ring or of a tree
 
@@ -40,10 +40,10 @@ base_latency = Quantity("base_latency", "s", "starting a collective: kernel laun
 def _ring_seconds() -> Expr:
     """Return the bandwidth term of one pass of a ring (all-gather or reduce-scatter)."""
     ranks = inner * outer
-    within = (ranks - 1) / ranks * payload / inner_bandwidth
-    across = (outer - 1) / outer * payload / (inner * outer_bandwidth)
+    passed = (ranks - 1) / ranks * payload
+    within, across = passed / inner_bandwidth, passed / (inner * outer_bandwidth)
     # A group of one domain has no network term, one rank per domain no scale-up term.
-    return Maximum(within * Minimum(inner - 1, 1), across)
+    return Maximum(within * Minimum(inner - 1, 1), across * Minimum(outer - 1, 1))
 
 
 def _ring_latency() -> Expr:
