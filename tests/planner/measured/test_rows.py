@@ -145,9 +145,9 @@ def test_speed_tables_of_expert_models_even_their_routing_out(runs):
     assert interpret(first(runs, "moe-modelzoo/H100")).job.switches.balanced_routing
 
 
-def test_an_open_fp8_or_fp4_log_is_taken_as_fp8_and_said(runs):
+def test_an_open_fp8_or_fp4_log_is_taken_as_fp4_and_said(runs):
     asked = interpret(next(run for run in runs if run["precision"] == "fp8|nvfp4"))
-    assert asked.job.precision is Precision.FP8
+    assert asked.job.precision is Precision.NVFP4
     assert "fp8|nvfp4" in asked.note
 
 
