@@ -56,6 +56,8 @@ class FrameworkBehaviour:
             is said not to be compiled.
         uncut_logit_peak_bytes: The same where the vocabulary is not cut and torch's own loss runs;
             None where the runtime has one loss.
+        fused_loss_bytes: Bytes per logit that pass through memory in a fused loss, forward and
+            backward: one kernel reads the logits and writes their gradient in place.
         logit_saved_bytes: Bytes per logit that stay from forward to backward.
         bucket_bytes: One communication bucket; stages 2 and 3 of ZeRO hold two beside activations
             (gradients, weights), stage 1 one at the step.
@@ -95,6 +97,7 @@ class FrameworkBehaviour:
     logit_peak_bytes: float = 14.0
     fused_logit_peak_bytes: float = 6.0
     uncut_logit_peak_bytes: float | None = None
+    fused_loss_bytes: tuple[int, int] = (8, 6)
     logit_saved_bytes: float = 4.0
     gathers_logits: bool = False
     compiles_loss: bool = False
@@ -132,7 +135,9 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     # (Megatron Bridge, grad_reduce_in_fp32 off; peaks of its Moonlight and Qwen3 runs say so too);
     # `--grad-dtype fp32` is Megatron-LM's accumulation in fp32. fp16 keeps 16-bit ones and casts at
     # the step. Inputs are gathered again; bias-SwiGLU and weight-gradient accumulation are fused;
-    # the fused loss works in place on fp32 logits (2 + 4 bytes). fp8 keeps its weights in fp8, once
+    # the fused loss works in place on fp32 logits (2 + 4 bytes) in three fused parts, between which
+    # ranks talk: cast and maximum (6), shift, exponential and sum (8), division (8); then scale and
+    # cast back (10). fp8 keeps its weights in fp8, once
     # per operand layout: what bf16 takes.
     Target.MEGATRON: FrameworkBehaviour(
         bf16_gradient_bytes=2,
@@ -145,6 +150,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         fused_weight_gradient=True,
         logit_peak_bytes=10.0,
         fused_logit_peak_bytes=6.0,
+        fused_loss_bytes=(22, 10),
         vocab_multiple=128,
         extra_groups=1,
     ),

@@ -27,13 +27,14 @@ from costmodels.model import LayerKind, ModelSpec
 from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size, widened
 from costmodels.shard import Shard, padded_rows, per_rank
 from costmodels.stream_ops import HALF, branches, enter, leave, norm, residual
-from costmodels.targets import fuses_loss, works_on_whole_logits
+from costmodels.targets import BEHAVIOURS, fuses_loss, works_on_whole_logits
 
 FULL = 4  # bytes of an fp32 element
-# Bytes per logit of the loss, forward and backward. Fused: read the logits once, write their
+# Bytes per logit of the loss, forward and backward. In chunks: read the logits once, write their
 # gradient in place. Unfused: cast to fp32, maximum, shift, exponential, sum, gather, then scale
 # and cast back. Kind: chosen.
-_LOSS_BYTES = {True: (8, 6), False: (34, 14)}
+_CHUNKED_LOSS_BYTES = (8, 6)
+_UNFUSED_LOSS_BYTES = (34, 14)
 _LOSS_KERNELS = {True: (2, 1), False: (10, 4)}
 
 
@@ -188,7 +189,7 @@ def _embedding(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
 def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
     rows = per_rank(padded_rows(model, job.target, shard.tensor_parallel), shard.tensor_parallel)
     fused = fuses_loss(job) or job.chunked_loss
-    forward, backward = _LOSS_BYTES[fused]
+    forward, backward = _loss_bytes(job)
     forward_kernels, backward_kernels = _LOSS_KERNELS[fused]
     whole = works_on_whole_logits(job)
     scored = shard.tokens * (rows * shard.tensor_parallel if whole else rows)
@@ -218,6 +219,13 @@ def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
             _logits_gather(scored) if whole else _loss_reduce(shard),
         ),
     )
+
+
+def _loss_bytes(job: TrainingJob) -> tuple[int, int]:
+    """Return bytes per logit that the loss moves, forward and backward."""
+    if job.chunked_loss:
+        return _CHUNKED_LOSS_BYTES
+    return BEHAVIOURS[job.target].fused_loss_bytes if fuses_loss(job) else _UNFUSED_LOSS_BYTES
 
 
 def _logits_gather(scored: Size) -> Collective:

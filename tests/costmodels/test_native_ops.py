@@ -79,6 +79,21 @@ def test_fp32_activations_travel_at_four_bytes_and_row_sums_always_do():
         assert head_ops(each)["loss_reduce"].payload == 3 * 4 * TOKENS
 
 
+def test_a_fused_loss_passes_its_logits_once_in_one_kernel_and_thrice_in_megatrons_parts():
+    def loss(**changes):
+        job = replace(BF16, **changes)
+        ops = head_ops(job)
+        return tuple(
+            moved / (ops["logits"].m * ops["logits"].n)
+            for moved in (ops["loss"].forward, ops["loss"].backward)
+        )
+
+    assert loss() == (8, 6)
+    # Cast and maximum 2 + 4, shift and exponential 4 + 4, division 4 + 4; scale 4 + 4, cast back 2.
+    assert loss(target=Target.MEGATRON) == (6 + 8 + 8, 8 + 2)
+    assert loss(target=Target.MEGATRON, chunked_loss=True) == (8, 6)
+
+
 def test_an_unfused_fp32_norm_makes_five_and_nineteen_accesses():
     norm = layer_ops(UNFUSED)["norm_0"]
     assert norm.forward == 5 * 4 * STREAM // 2
