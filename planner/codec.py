@@ -8,6 +8,7 @@ Floats are rounded to 9 significant digits, so that the same inputs give the sam
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
@@ -21,6 +22,10 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_INTEGER = 2**53  # JSON readers agree on integers up to here (RFC 8259, section 6)
 SIGNIFICANT_DIGITS = 9  # chosen: beyond any model's truth, below float noise
+
+# Control characters, line and paragraph separators, halves of surrogate pairs: a terminal obeys
+# some of them, and no name holds any.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class DecodeError(ValueError):
@@ -143,6 +148,9 @@ def _decode_plain(kind: Any, value: object, where: str) -> Any:  # noqa: ANN401
         value = float(value) if abs(value) <= MAX_INTEGER else value
     if type(value) is not kind:  # exact: JSON true is not the number 1
         raise DecodeError(f"{where} must be {kind.__name__}, not {_shown(value)}")
+    # Sources are whatever a profile's author wrote; no verb prints them from a plan.
+    if isinstance(value, str) and not where.endswith(".source") and _UNPRINTABLE.search(value):
+        raise DecodeError(f"{where} must be one line of printable text, not {_shown(value)}")
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise DecodeError(f"{where} must be at most {MAX_INTEGER} in size, not {_shown(value)}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -151,5 +159,5 @@ def _decode_plain(kind: Any, value: object, where: str) -> Any:  # noqa: ANN401
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004  # a line of a message

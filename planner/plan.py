@@ -19,6 +19,7 @@ from planner.codec import DecodeError, Json, decode, encode
 from planner.files import read_json, write_text
 
 SCHEMA = 1
+STATUSES = ("optimal", "feasible", "given")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,15 @@ class SolverStatus:
     num_layouts: int = 0
     num_solved: int = 0
     bound_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no search says."""
+        if self.status not in STATUSES:
+            raise ValueError(
+                f"status must be one of {', '.join(STATUSES)}, not {self.status!r:.60}"
+            )
+        if min(self.num_layouts, self.num_solved, self.bound_seconds) < 0:
+            raise ValueError("num_layouts, num_solved and bound_seconds must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +101,7 @@ def read_plan(path: Path) -> Plan:
     document = read_json(path)
     if not isinstance(document, dict) or "layout" not in document or "cluster" not in document:
         raise ValueError(f"{path} is not a plan (write one with planner search -o FILE)")
-    if document.get("schema") != SCHEMA:
+    if document.get("schema") != SCHEMA or document.get("schema") is True:  # True == 1
         raise ValueError(
             f"{path} has plan schema {document.get('schema')!r}; this version reads {SCHEMA}"
         )
@@ -109,6 +119,8 @@ def _decode_plan(document: dict[str, object]) -> Plan:
     missing = sorted(known - set(document))
     if missing:
         raise DecodeError(f"the key {missing[0]!r} is missing")
+    if not isinstance(document["version"], str):
+        raise DecodeError("version must be text")
     estimate = document["estimate"]
     actions = document.get("actions", [])
     if not isinstance(estimate, dict):

@@ -16,8 +16,11 @@ Word = str | PurePosixPath
 
 
 def comment(text: str) -> str:
-    """Return text that stays on the line of its comment: control characters become spaces."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+", " ", text).strip()
+    """Return text that stays on the line of its comment and that no shell would read as more.
+
+    Nothing in a comment runs; what looks like a command is still not copied out of a plan.
+    """
+    return re.sub(r"[^\w .,:;()+/=%@'-]+", " ", text).strip()
 
 
 def identifier(text: str) -> str:

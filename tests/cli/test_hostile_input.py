@@ -141,6 +141,9 @@ def plan(tmp_path_factory):
         ("job", "memory_taken", -(10**15)),
         ("job", "lora_rank", 0),
         ("job", "switches", {"attention_kernel": "$(id)"}),
+        ("model", "name", "tiny\nfits"),
+        ("solver", "status", "proved"),
+        ("solver", "num_layouts", -1),
     ],
 )
 def test_a_tampered_plan_gives_one_message(capsys, tmp_path, plan, verb, edit):

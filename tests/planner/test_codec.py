@@ -81,6 +81,13 @@ def test_what_does_not_belong_is_refused_with_its_place(change, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["a\nfits", "a\x1b[31m", "a\x9b", "a\u2028b", "a\ud800"])
+def test_texts_that_a_terminal_would_obey_are_refused(text):
+    with pytest.raises(DecodeError, match=r"outer\.name must be one line") as caught:
+        decode(Outer, {**GOOD, "name": text}, "outer")
+    assert str(caught.value).isprintable()
+
+
 def test_a_whole_number_may_stand_for_a_float():
     assert decode(Inner, {"size": 1, "share": 2}, "inner").share == 2.0
 

@@ -232,6 +232,12 @@ def test_comments_keep_to_their_line(text: str) -> None:
     assert len(f"# {comment(text)}".splitlines()) == 1
 
 
+def test_comments_copy_nothing_that_a_shell_would_read():
+    text = comment('a $(touch x) `id` \\ ${HOME} "q" ; rm -rf / & | > < # of 8 GPUs')
+    assert not set(text) & set('$`\\{}"&|<>#')
+    assert text.endswith("of 8 GPUs")
+
+
 @given(st.text())
 def test_identifiers_are_plain(text: str) -> None:
     assert identifier(text)
