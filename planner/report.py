@@ -75,8 +75,20 @@ def heading(model: ModelSpec, job: TrainingJob, cluster: Cluster) -> str:
         f"{model.name}, {size_words(model)} parameters, on "
         f"{cluster.num_gpus} x {cluster.profile.name}; "
         f"{job.global_batch_size} sequences of {job.seq_len} tokens per step, "
-        f"{job.precision}, {job.optimizer}, target {job.target}"
+        f"{', '.join((job.precision, job.optimizer, *_unusual(job)))}, target {job.target}"
     )
+
+
+def _unusual(job: TrainingJob) -> list[str]:
+    """Return what a job has that most have not."""
+    words = {
+        f"LoRA of rank {job.lora_rank}": job.lora_rank is not None,
+        "unfused attention": not job.flash_attention,
+        f"{job.grad_dtype} gradients": job.grad_dtype is not None,
+        "chunked loss": job.chunked_loss,
+        f"{job.memory_taken / GIB:g} GiB taken by others": job.memory_taken > 0,
+    }
+    return [word for word, holds in words.items() if holds]
 
 
 def size_words(model: ModelSpec) -> str:

@@ -220,7 +220,9 @@ def _reason_lines(answer: Answer, found: Sized) -> list[str]:
     result, inputs = found.result, (answer.model, found.job, found.cluster)
     best = result.plans[0]
     assert best.time is not None
-    spent = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in limits(best.time)[:3])
+    spent = ", ".join(
+        f"{kind} {100 * share:.0f} %" for kind, share in limits(best.time, best.layout)[:3]
+    )
     lines = [f"row 1 spends its step on {spent}"]
     if len(result.plans) > 1:
         lines.append(f"row 1 against row 2: {why_first(best, result.plans[1])}")

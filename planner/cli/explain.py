@@ -56,7 +56,7 @@ def _why(plan: "Plan", arguments: Namespace) -> tuple[dict[str, object], list[st
     judgement = judge(plan.model, plan.job, plan.cluster, plan.layout)
     if judgement.time is None:
         raise ValueError(f"the plan is illegal: {judgement.violations[0].message}")
-    shares, moves = limits(judgement.time), sensitivities(plan)
+    shares, moves = limits(judgement.time, judgement.layout), sensitivities(plan)
     lines = [judgement_text(judgement, plan.model, plan.job, plan.cluster), ""]
     lines.append("what the step is spent on:")
     lines += [f"  {100 * share:>5.1f} %  {kind}" for kind, share in shares if share > TOP / 1000]

@@ -60,6 +60,7 @@ def mechanisms(layout: Layout) -> int:
             layout.tensor_parallel > 1,
             layout.pipeline_parallel > 1,
             layout.pipeline_parallel > 1 and layout.schedule is not Schedule.ONE_F_ONE_B,
+            layout.stages_per_rank > 1,
             layout.context_parallel > 1,
             layout.expert_parallel > 1,
             layout.expert_tensor_parallel > 1,
@@ -83,7 +84,8 @@ def _near_ties(plans: Sequence[Judgement]) -> str | None:
     last = tied[-1].time
     assert last is not None
     apart = last.step_seconds / first.step_seconds - 1
-    simplest = min(range(len(tied)), key=lambda row: (mechanisms(tied[row].layout), row))
+    effort = [(mechanisms(one.layout), one.layout.stages_per_rank) for one in tied]
+    simplest = effort.index(min(effort))
     words = (
         f"rows 1 to {len(tied)} lie within {100 * apart:.1f} %, closer than the estimate is sure "
         f"of ({100 * (unsure - 1):.0f} %)"

@@ -2,13 +2,20 @@
 
 Words are axis=value; axes that are not named stay as in the plan, data parallel follows from the
 GPUs, micro-batches from the batch, and under full recomputation the fewest layers that fit are
-recomputed.
+recomputed. A schedule that the named pipeline cannot run gives way to 1F1B.
 """
 
 from bisect import bisect_left
 from dataclasses import replace
 
-from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout import (
+    ContextParallelType,
+    Layout,
+    Offload,
+    Recompute,
+    Schedule,
+    split_layers,
+)
 from costmodels.memory import estimate_memory
 from planner.judge import Judgement, Verdict, judge, memory_verdict
 from planner.plan import Plan
@@ -25,9 +32,17 @@ AXES = {
     "mbs": "micro_batch_size",
     "vpp": "stages_per_rank",
     "zero": "zero_stage",
+    "zero_group": "zero_group",
     "recompute_layers": "recompute_layers",
 }
-CHOICES = {"schedule": Schedule, "recompute": Recompute}
+CHOICES = {"schedule": Schedule, "recompute": Recompute, "cp_type": ContextParallelType}
+OFFLOAD = "offload"
+FIELDS = {
+    "schedule": "schedule",
+    "recompute": "recompute",
+    "cp_type": "context_parallel_type",
+    OFFLOAD: OFFLOAD,  # parts are joined by +, since commas part the words
+}
 
 
 def asked_layout(plan: Plan, question: str) -> Layout:
@@ -41,15 +56,35 @@ def asked_layout(plan: Plan, question: str) -> Layout:
     for word in question.split(","):
         name, equals, text = word.strip().partition("=")
         name = name.replace("-", "_")
-        field = AXES.get(name, name if name in AXES.values() else None)
-        if not equals or (field is None and name not in CHOICES):
-            known = ", ".join((*AXES, *CHOICES))
+        field = AXES.get(name, name if name in AXES.values() else FIELDS.get(name))
+        if not equals or field is None:
+            known = ", ".join((*AXES, *FIELDS))
             raise ValueError(f"--why-not {word!r}: write AXIS=VALUE with one of {known}")
-        if field is None:
-            changes[name] = _choice(name, text)
-        else:
-            changes[field] = _count(word, text, least=0 if field.startswith(("zero", "rec")) else 1)
+        if field in changes:
+            raise ValueError(f"--why-not {question!r} names {name} twice")
+        changes[field] = _value(word, name, field, text)
     return _completed(plan, changes)
+
+
+def _value(word: str, name: str, field: str, text: str) -> object:
+    if name == OFFLOAD:
+        return _offload(text)
+    if name in CHOICES:
+        return _choice(name, text)
+    return _count(word, text, least=0 if field in ("zero_stage", "recompute_layers") else 1)
+
+
+def _offload(text: str) -> tuple[Offload, ...]:
+    if text == "none":
+        return ()
+    known = [part.value for part in Offload]
+    wrong = [part for part in text.split("+") if part not in known]
+    if wrong:
+        raise ValueError(f"--why-not offload={text}: none, or parts of {', '.join(known)} with +")
+    named = {Offload(part) for part in text.split("+")}
+    if Offload.PARAMETERS in named:  # parameters imply the optimizer
+        named.add(Offload.OPTIMIZER)
+    return tuple(part for part in Offload if part in named)
 
 
 def why_not(plan: Plan, question: str) -> tuple[Judgement, Judgement]:
@@ -76,26 +111,43 @@ def answer(ours: Judgement, theirs: Judgement) -> str:
 
 def _completed(plan: Plan, changes: dict[str, object]) -> Layout:
     layout = replace(plan.layout, **changes)  # type: ignore[arg-type]  # names are fields
-    if (
-        layout.stages_per_rank > 1
-        and "schedule" not in changes
-        and plan.layout.stages_per_rank == 1
-    ):
-        layout = replace(layout, schedule=Schedule.INTERLEAVED)
+    if "schedule" not in changes:
+        layout = _runnable_schedule(plan, layout, changes)
     others = layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel
     if "data_parallel" not in changes:
         layout = replace(layout, data_parallel=max(1, plan.cluster.num_gpus // others))
     per_forward = layout.data_parallel * layout.micro_batch_size
     shards = layout.data_parallel * layout.context_parallel
+    was = plan.layout.data_parallel * plan.layout.context_parallel
+    keeps_split = layout.num_stages == plan.layout.num_stages
+    keeps_tensor = layout.tensor_parallel == plan.layout.tensor_parallel
     layout = replace(
         layout,
         num_micro_batches=max(1, plan.job.global_batch_size // per_forward),
-        zero_group=shards,
+        zero_group=layout.zero_group if shards == was or "zero_group" in changes else shards,
         keep_gathered=layout.keep_gathered and layout.zero_stage == CUTS_PARAMETERS,
-        sequence_parallel=layout.tensor_parallel > 1,
-        layers_per_stage=split_layers(plan.model.num_layers, layout.num_stages),
+        sequence_parallel=(
+            layout.sequence_parallel if keeps_tensor else layout.tensor_parallel > 1
+        ),
+        layers_per_stage=(
+            layout.layers_per_stage
+            if keeps_split
+            else split_layers(plan.model.num_layers, layout.num_stages)
+        ),
     )
     return layout if "recompute_layers" in changes else _least_recomputed(plan, layout)
+
+
+def _runnable_schedule(plan: Plan, layout: Layout, changes: dict[str, object]) -> Layout:
+    """Return the layout with a schedule that its pipeline can run, where the plan's cannot."""
+    if layout.pipeline_parallel == 1 and plan.layout.pipeline_parallel > 1:
+        per_rank = layout.stages_per_rank if "stages_per_rank" in changes else 1
+        return replace(layout, schedule=Schedule.ONE_F_ONE_B, stages_per_rank=per_rank)
+    if layout.stages_per_rank > 1 and plan.layout.stages_per_rank == 1:
+        return replace(layout, schedule=Schedule.INTERLEAVED)
+    if layout.stages_per_rank == 1 and plan.layout.stages_per_rank > 1:
+        return replace(layout, schedule=Schedule.ONE_F_ONE_B)
+    return layout
 
 
 def _least_recomputed(plan: Plan, layout: Layout) -> Layout:

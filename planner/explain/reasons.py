@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from costmodels.layout import Layout, Offload
 from costmodels.terms import TimeEstimate
 from costmodels.units import GIB
 from planner.judge import Judgement
@@ -42,11 +43,14 @@ class Difference:
         return self.second - self.first
 
 
-def limits(time: TimeEstimate) -> list[tuple[str, float]]:
-    """Return what the step is spent on, by kind of limit, largest share first."""
+def limits(time: TimeEstimate, layout: Layout) -> list[tuple[str, float]]:
+    """Return what the step of a layout is spent on, by kind of limit, largest share first."""
+    named = _LIMITS | (
+        {"optimizer": "the optimizer on the host"} if Offload.OPTIMIZER in layout.offload else {}
+    )
     shares: dict[str, float] = {}
     for term in time.terms:
-        kind = f"{term.axis} communication" if term.axis else _LIMITS.get(term.name, term.name)
+        kind = f"{term.axis} communication" if term.axis else named.get(term.name, term.name)
         shares[kind] = shares.get(kind, 0.0) + term.exposed_seconds / time.step_seconds
     return sorted(shares.items(), key=lambda item: (-item[1], item[0]))
 

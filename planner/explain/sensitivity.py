@@ -56,6 +56,11 @@ def _memory_bandwidth(profile: HardwareProfile, factor: float) -> HardwareProfil
     return replace(profile, device=replace(profile.device, memory_bandwidth=bandwidth))
 
 
+def _host(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    bandwidth = profile.device.host_bandwidth * factor
+    return replace(profile, device=replace(profile.device, host_bandwidth=bandwidth))
+
+
 def _intra_node(profile: HardwareProfile, factor: float) -> HardwareProfile:
     link = profile.intra_node
     return replace(profile, intra_node=replace(link, bandwidth=link.bandwidth * factor))
@@ -78,6 +83,7 @@ def _latency(profile: HardwareProfile, factor: float) -> HardwareProfile:
 _FIGURES: dict[str, Callable[[HardwareProfile, float], HardwareProfile]] = {
     "device.peak_tflops": _peak,
     "device.memory_gb_per_s": _memory_bandwidth,
+    "device.host_gb_per_s": _host,
     "links.intra_node.gb_per_s": _intra_node,
     "links.inter_node.gb_per_s": _inter_node,
     "links.*.latency_us": _latency,

@@ -58,6 +58,29 @@ def test_rows_that_the_estimate_cannot_tell_apart_name_the_simplest():
     assert "row 2 is the simplest" in ties
 
 
+def test_fewer_stages_per_rank_are_simpler():
+    model, job, cluster = inputs("60m", 4, 64)
+    pipeline = {"pipeline_parallel": 2, "schedule": Schedule.INTERLEAVED}
+    plans = [
+        judge(
+            model,
+            job,
+            cluster,
+            layout_of(
+                model,
+                job,
+                4,
+                **pipeline,
+                stages_per_rank=stages,
+                layers_per_stage=split_layers(model.num_layers, 2 * stages),
+            ),
+        )
+        for stages in (4, 2)
+    ]
+    ties, *_ = advice(model, job, cluster, plans, PLAIN)
+    assert "row 2 is the simplest" in ties
+
+
 def test_mechanisms_by_hand():
     model, job, _ = inputs("8b", 16, 64)
     assert mechanisms(layout_of(model, job, 16)) == 0

@@ -8,7 +8,14 @@ import pytest
 from costmodels.compiled import collectives, compute
 from costmodels.estimate import estimate_time
 from costmodels.job import TrainingJob
-from costmodels.layout import Layout, Recompute, Schedule, split_layers
+from costmodels.layout import (
+    ContextParallelType,
+    Layout,
+    Offload,
+    Recompute,
+    Schedule,
+    split_layers,
+)
 from costmodels.profile_toml import make_cluster, read_profile
 from costmodels.units import GB
 from planner.constraints import FREE, applicable
@@ -61,7 +68,7 @@ def judged(plan, **changes):
 
 
 def test_limits_are_shares_of_the_step_and_sum_to_it(plan):
-    shares = limits(judged(plan).time)
+    shares = limits(judged(plan).time, plan.layout)
     assert sum(share for _, share in shares) == pytest.approx(1)
     assert shares[0][0] == "arithmetic"
     assert "tp communication" in dict(shares)
@@ -113,6 +120,39 @@ def test_a_question_with_virtual_stages_interleaves(plan):
     asked = asked_layout(plan, "vpp=2")
     assert asked.schedule is Schedule.INTERLEAVED
     assert asked.layers_per_stage == (8, 8, 8, 8)
+
+
+def test_a_question_without_a_pipeline_drops_the_schedule_that_needs_one(plan):
+    layout = replace(plan.layout, schedule=Schedule.ZBV, stages_per_rank=2)
+    layout = replace(layout, layers_per_stage=(8, 8, 8, 8))
+    asked = asked_layout(replace(plan, layout=layout), "pp=1")
+    assert (asked.schedule, asked.stages_per_rank) == (Schedule.ONE_F_ONE_B, 1)
+    assert asked.layers_per_stage == (32,)
+    assert asked_layout(replace(plan, layout=layout), "pp=1,schedule=zbv").schedule is Schedule.ZBV
+
+
+def test_a_question_keeps_what_it_does_not_name(plan):
+    layout = replace(
+        plan.layout, zero_stage=3, zero_group=1, sequence_parallel=False, layers_per_stage=(15, 17)
+    )
+    asked = asked_layout(replace(plan, layout=layout), "mbs=2")
+    assert asked == replace(layout, micro_batch_size=2, num_micro_batches=16)
+
+
+def test_a_question_may_name_offload_and_the_zero_group(plan):
+    asked = asked_layout(plan, "offload=parameters+activations,zero=3,zero-group=1,cp-type=ulysses")
+    assert asked.offload == (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS)
+    assert (asked.zero_stage, asked.zero_group) == (3, 1)
+    assert asked.context_parallel_type is ContextParallelType.ULYSSES
+    offloaded = replace(plan, layout=replace(plan.layout, offload=(Offload.OPTIMIZER,)))
+    assert asked_layout(offloaded, "offload=none").offload == ()
+
+
+def test_a_host_that_updates_weights_is_no_memory_bandwidth(plan):
+    layout = replace(plan.layout, offload=(Offload.OPTIMIZER,))
+    shares = dict(limits(judge_in(plan, layout).time, layout))
+    assert shares["the optimizer on the host"] > 0
+    assert "the optimizer on the host" not in dict(limits(judged(plan).time, plan.layout))
 
 
 def test_a_question_recomputes_the_fewest_layers_that_fit(plan):
@@ -211,7 +251,9 @@ def test_a_slower_layout_is_answered_with_how_much(plan):
     assert "% slower than the plan" in answer(*why_not(plan, "recompute=full"))
 
 
-@pytest.mark.parametrize("question", ["tp", "tp=x", "tp=0", "speed=9", "schedule=fast", ""])
+@pytest.mark.parametrize(
+    "question", ["tp", "tp=x", "tp=0", "speed=9", "schedule=fast", "", "tp=2,tp=4", "offload=disk"]
+)
 def test_questions_that_say_nothing_are_refused(plan, question):
     with pytest.raises(ValueError, match="--why-not"):
         asked_layout(plan, question)
