@@ -3,8 +3,11 @@
 import argparse
 import json
 from argparse import ArgumentParser, Namespace
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from planner.cli import NoAnswerError
 
 if TYPE_CHECKING:
     from planner.explain.reasons import Bill
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 EXAMPLE = "planner explain plan.json --why-not tp=8,pp=2"
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 TOP = 2
+SAME = 1e-6  # chosen: beyond the digits of a plan file
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,15 +39,28 @@ def run(arguments: Namespace) -> int:
     """Explain the plan, or answer one question about it."""
     from planner.plan import read_plan
 
+    _refuse_unheard(arguments)
     plan = read_plan(arguments.plan)
-    if arguments.why_not:
+    if arguments.why_not is not None:
         document, lines = _why_not(plan, arguments.why_not)
-    elif arguments.what_if:
+    elif arguments.what_if is not None:
         document, lines = _what_if(plan, arguments.what_if)
     else:
         document, lines = _why(plan, arguments)
     print(json.dumps({"schema": 1, **document}) if arguments.json else "\n".join(lines))
     return 0
+
+
+def _refuse_unheard(arguments: Namespace) -> None:
+    """Refuse flags that the answer would not heed."""
+    questions = {"--why-not": arguments.why_not, "--what-if": arguments.what_if}
+    asked = [flag for flag, question in questions.items() if question is not None]
+    beside = {"--formulas": arguments.formulas, "--tokens": arguments.tokens}
+    others = [flag for flag, value in beside.items() if value]
+    if len(asked) > 1 or (asked and others):
+        raise ValueError(f"{' and '.join((*asked, *others))} are questions of their own: ask one")
+    if arguments.dollars_per_gpu_hour is not None and not arguments.tokens:
+        raise ValueError("--dollars-per-gpu-hour prices --tokens; name how many")
 
 
 def _why(plan: "Plan", arguments: Namespace) -> tuple[dict[str, object], list[str]]:
@@ -55,7 +72,7 @@ def _why(plan: "Plan", arguments: Namespace) -> tuple[dict[str, object], list[st
 
     judgement = judge(plan.model, plan.job, plan.cluster, plan.layout)
     if judgement.time is None:
-        raise ValueError(f"the plan is illegal: {judgement.violations[0].message}")
+        raise NoAnswerError(f"the plan is illegal: {judgement.violations[0].message}")
     shares, moves = limits(judgement.time, judgement.layout), sensitivities(plan)
     lines = [judgement_text(judgement, plan.model, plan.job, plan.cluster), ""]
     lines.append("what the step is spent on:")
@@ -77,7 +94,7 @@ def _why(plan: "Plan", arguments: Namespace) -> tuple[dict[str, object], list[st
         worked = worked_formulas(plan)
         lines += [line for one in worked for line in ("", *lines_of(one))]
         document["formulas"] = [encode(one) for one in worked]
-    lines.append(_solver_words(plan))
+    lines.append(_solver_words(plan, judgement.time.step_seconds))
     return document, lines
 
 
@@ -100,18 +117,19 @@ def _why_not(plan: "Plan", question: str) -> tuple[dict[str, object], list[str]]
 
 
 def _what_if(plan: "Plan", change: str) -> tuple[dict[str, object], list[str]]:
+    from planner.contract import judgement_json
     from planner.explain.what_if import what_if
 
     changed = what_if(plan, change)
-    best = changed.best
+    best, after = changed.best, (plan.model, changed.job, changed.cluster)
     document: dict[str, object] = {
         "key": changed.key,
         "old": changed.old,
         "new": changed.new,
         "threshold": changed.threshold,
         "before": _estimate(plan, changed.before),
-        "after": _estimate(plan, changed.after),
-        "best": None if best is None else _estimate(plan, best),
+        "after": judgement_json(changed.after, *after),
+        "best": None if best is None else judgement_json(best, *after),
     }
     return document, _what_if_lines(changed)
 
@@ -125,7 +143,7 @@ def _what_if_lines(changed: "Changed") -> list[str]:
         f"the same layout:   {_outcome(changed.after)}",
     ]
     if changed.best is None:
-        return [*lines, "nothing fits then"]
+        return [*lines, "no layout is legal and fits then"]
     if changed.best.layout == changed.after.layout:
         return [*lines, "the plan's layout stays the best"]
     lines.append(f"the best then:     {_outcome(changed.best)}")
@@ -158,8 +176,15 @@ def _bill_words(cost: "Bill") -> str:
     return words if cost.dollars is None else f"{words}, {cost.dollars:,.0f} dollars"
 
 
-def _solver_words(plan: "Plan") -> str:
-    solver = plan.solver
+def _solver_words(plan: "Plan", seconds: float) -> str:
+    """Say what the search proved, if the layout is still the one that it judged."""
+    solver, time = plan.solver, plan.estimate.get("time")
+    written = time.get("step_seconds") if isinstance(time, dict) else None
+    if not isinstance(written, float | int) or not isclose(written, seconds, rel_tol=SAME):
+        return (
+            f"the plan file says a step of {written} s, but its layout takes {seconds:.4g} s: it "
+            "was changed since its search, or comes from another version, and nothing is proved"
+        )
     if solver.status == "optimal":
         return (
             f"optimal: none of {solver.num_layouts:,} layouts is predicted faster "

@@ -39,6 +39,8 @@ class Changed:
     """What a change does.
 
     Attributes:
+        job: The job after the change.
+        cluster: The machine after the change.
         before: The plan's layout as things are.
         after: The same layout after the change; illegal where it no longer works out.
         best: The best layout after the change, None where nothing fits.
@@ -51,6 +53,8 @@ class Changed:
     key: str
     old: float
     new: float
+    job: TrainingJob
+    cluster: Cluster
     before: Judgement
     after: Judgement
     best: Judgement | None
@@ -97,7 +101,15 @@ def what_if(plan: Plan, change: str) -> Changed:
         else:
             threshold = _threshold(old, new, is_ahead_at)
     return Changed(
-        key=key, old=old, new=new, before=before, after=after, best=best, threshold=threshold
+        key=key,
+        old=old,
+        new=new,
+        job=job,
+        cluster=cluster,
+        before=before,
+        after=after,
+        best=best,
+        threshold=threshold,
     )
 
 

@@ -186,3 +186,42 @@ def test_a_rank_order_that_lacks_an_axis_is_refused(capsys):
     status, _, err = answered(capsys, [*ESTIMATE, "--rank-order", "tp,tp,dp,pp"])
     assert status == 2
     assert "each of tp, cp, dp, pp once" in err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--why-not", "zero=1", "--what-if", "gpus=4"],
+        ["--why-not", "zero=1", "--formulas"],
+        ["--what-if", "gpus=4", "--tokens", "1T"],
+        ["--dollars-per-gpu-hour", "2"],
+        ["--why-not", ""],
+        ["--what-if", ""],
+    ],
+)
+def test_explain_ignores_no_flag(capsys, tmp_path, plan, flags):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    status, out, err = answered(capsys, ["explain", str(path), *flags])
+    assert (status, out) == (2, "")
+    assert flags[0] in err
+
+
+def test_no_proof_is_claimed_of_a_plan_that_was_edited(capsys, tmp_path, plan):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    assert "optimal: none of" in answered(capsys, ["explain", str(path)])[1]
+    edited = plan["layout"] | {"recompute": "full", "recompute_layers": 0}
+    path.write_text(json.dumps(plan | {"layout": edited}))
+    _, out, _ = answered(capsys, ["explain", str(path)])
+    assert "optimal: none of" not in out
+    assert "nothing is proved" in out
+
+
+def test_what_if_reports_the_changed_machine(capsys, tmp_path, plan):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    _, out, _ = answered(capsys, ["explain", str(path), "--what-if", "gpus=4", "--json"])
+    found = json.loads(out)
+    counts = [found[name]["hardware"]["gpus"] for name in ("before", "after", "best")]
+    assert counts == [2, 4, 4]
