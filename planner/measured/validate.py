@@ -80,12 +80,17 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         ValueError: The file cannot be read, lacks columns or has ragged rows.
 
     """
-    reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+    text = read_text(path).removeprefix("\ufeff")  # spreadsheets mark UTF-8 so
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         rows = list(reader)
     except csv.Error as error:
         raise ValueError(f"{path} is no CSV: {error}") from error
-    missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+    names = reader.fieldnames or ()
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:  # rows are read by name: one of the two would be lost
+        raise ValueError(f"{path} has the column {twice[0]!r} twice")
+    missing = [name for name in REQUIRED if name not in names]
     if missing:
         raise ValueError(f"{path} lacks the column {missing[0]!r} ({len(missing)} missing in all)")
     for number, row in enumerate(rows, start=2):

@@ -19,7 +19,7 @@ def overview_figure(plan: Plan) -> Figure:
     """Return the page of a plan; without a pipeline it has no timeline.
 
     Raises:
-        ValueError: The plan has no time estimate: its layout is illegal.
+        ValueError: The plan file holds no estimate of time.
 
     """
     terms = terms_of(plan)
@@ -53,7 +53,7 @@ def terms_of(plan: Plan) -> tuple[Term, ...]:
     listed = time.get("terms") if isinstance(time, dict) else None
     if not isinstance(listed, list):
         raise ValueError(  # noqa: TRY004 - a fault of the file, as any other
-            "the plan has no time estimate: its layout is illegal"
+            "the plan file holds no estimate of time; search for it again"
         )
     try:
         terms = tuple(decode(Term, entry, "estimate.time.terms") for entry in listed)

@@ -177,7 +177,7 @@ def test_an_estimate_that_was_tampered_with_is_refused(plans, tmp_path, capsys):
     plan = json.loads((plans / "8.json").read_text())
     path = tmp_path / "plan.json"
     for terms, message in (
-        (None, "has no time estimate"),
+        (None, "holds no estimate of time"),
         ([{"name": "matmul"}], "estimate is not valid"),
         ([], "its terms sum to no time"),
     ):

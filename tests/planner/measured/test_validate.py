@@ -149,3 +149,18 @@ def test_ragged_rows_are_refused_with_their_line(tmp_path):
     path.write_text("\n".join([*lines, "only,two"]))
     with pytest.raises(ValueError, match="line 4"):
         read_rows(path)
+
+
+def test_a_table_from_a_spreadsheet_is_read(tmp_path):
+    path = tmp_path / "marked.csv"
+    lines = RUNS.read_text(encoding="utf-8").splitlines()[:2]
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    assert next(iter(read_rows(path)[0])) == "id"
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.csv"
+    header, row = RUNS.read_text(encoding="utf-8").splitlines()[:2]
+    path.write_text(f"{header},id\n{row},other\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="'id' twice"):
+        read_rows(path)
