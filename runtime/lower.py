@@ -19,11 +19,11 @@ from costmodels.model import ModelSpec
 from costmodels.schedule import Action, ScheduleTable, build_schedule, with_communication
 from runtime.capture import capture
 from runtime.mesh import Mesh
-from runtime.models import build_model
 from runtime.passes import PIPELINE, LoweringContext, run_passes
 from runtime.passes.placements import Sharded
 from runtime.passes.split_layers import SHARED
 from runtime.program import Boundary, ParameterShard, Program, StageModule, UnitSpec
+from runtime.repeated_layers import capture_model
 
 # What parameters are computed in; fp8 and narrower keep 16-bit parameters.
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -82,8 +82,9 @@ def lower_graph(
     """
     dtype = dtype or compute_dtype(job)
     if isinstance(model, ModelSpec):
-        model = build_model(model, seq_len=job.seq_len, dtype=dtype)
-    captured = capture(model, dtype=dtype)
+        captured = capture_model(model, seq_len=job.seq_len, dtype=dtype)
+    else:
+        captured = capture(model, dtype=dtype)
     return lower_captured(captured, job, layout, capacity_factor=capacity_factor)
 
 
