@@ -93,7 +93,7 @@ def layer_bytes(
         recomputed=np.broadcast_to(parts.layer_input, len(table)).astype(np.float64),
         everything=everything,
         put_off=put_off,
-        put_off_again=operands + parts.layer_input if operands_alone else everything,
+        put_off_again=operands if operands_alone else everything,
         waiting=np.where(table.puts_off, np.minimum(kept, put_off), kept),
         transient=np.broadcast_to(parts.backward_transient, len(table)).astype(np.float64),
     )

@@ -1,8 +1,8 @@
 """Run any rank of a plan in one process, without its peers and without memory.
 
 The real executor, states and optimizer run the rank's real actions; tensors are fake (shapes only)
-and so is the process group, whose collectives return at once. A step of many micro-batches on a
-long pipeline repeats itself: it follows exactly from a few short ones (`short_steps.py`).
+and so is the process group, whose collectives return at once. A step of many micro-batches repeats
+itself: it follows exactly from the actions of a few of them (`short_rows.py`).
 """
 
 import gc
@@ -21,13 +21,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
-from runtime.executor import Executor
+from costmodels.schedule import Action
+from runtime.executor import TAGS_OF_A_MICRO_BATCH, Executor
 from runtime.first_values import materialise
 from runtime.lower import program_of
 from runtime.mesh import Mesh, World
+from runtime.meter import Meter, Part
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.program import BATCH_FIELDS, Batch, ParameterShard
-from runtime.short_steps import Figures, ShortStep, bytes_of, flops_of, peak_of, short_steps
+from runtime.program import BATCH_FIELDS, Batch, ParameterShard, Program
+from runtime.short_rows import Figures, RowReader, added
 from runtime.trackers import Message, Tracker
 from runtime.zero import ShardedStates
 
@@ -41,7 +43,8 @@ class RankRun:
         flops: Executed, recomputation included.
         num_bytes: By axis of the mesh (`grid.GROUP_AXES`).
         peak: Bytes of live storage at the highest point, states included.
-        messages: Of the shortest step that was run, in order.
+        messages: All that cross the pipeline, and the others of the micro-batches that were run,
+            in order.
 
     """
 
@@ -66,16 +69,7 @@ def dry_run(lowered: GraphModule, job: TrainingJob, layout: Layout, rank: int) -
 
     """
     with _fake_mesh(layout, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        place = mesh.coordinate("pp")
-        steps = short_steps(layout, place)
-        found, messages = _run_steps(lowered, job, mesh, steps)
-    return RankRun(
-        rank=rank,
-        flops=flops_of(layout, steps, found),
-        num_bytes=bytes_of(layout, steps, found),
-        peak=peak_of(layout, place, steps, found),
-        messages=messages,
-    )
+        return _run(lowered, job, mesh)
 
 
 @contextmanager
@@ -90,13 +84,8 @@ def _fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
         dist.destroy_process_group()
 
 
-def _run_steps(
-    lowered: GraphModule, job: TrainingJob, mesh: Mesh, steps: Sequence[ShortStep]
-) -> tuple[list[Figures], tuple[Message, ...]]:
-    """Return what was read off each step, and the messages of the first."""
+def _run(lowered: GraphModule, job: TrainingJob, mesh: Mesh) -> RankRun:
     tracker = Tracker()
-    found: list[Figures] = []
-    messages: tuple[Message, ...] = ()
     with tracker.watching():
         program = program_of(lowered, mesh.layout, mesh)
         materialise(program, _whole_parameter)
@@ -105,34 +94,63 @@ def _run_steps(
         _create_optimizer_states(optimizer)
         # Those of the whole step wait on the device, however few are run.
         batches = [_batch(job, mesh.layout) for _ in range(mesh.layout.num_micro_batches)]
-        for step in steps:
-            actions = step.actions(mesh.layout, mesh.coordinate("pp"))
-            gc.collect()  # the last step's executor refers to itself; training keeps one
-            tracker.flops, tracker.messages = 0, []
-            tracker.reset_peak()
-            Executor(replace(program, actions=actions), mesh, states).run(
-                batches[: step.num_micro_batches]
-            )
+        states_held = tracker.live
+        for row in (_short_row(mesh.layout, program.actions), program.actions):
+            meter = Meter(tracker, _axes(mesh))
+            Executor(replace(program, actions=row), mesh, states, trace=meter).run(batches)
             optimizer.step(0)
-            found.append(_read(tracker, mesh))
-            messages = messages or _by_axis(tracker, mesh)
-    return found, messages
-
-
-def _read(tracker: Tracker, mesh: Mesh) -> Figures:
-    names = _axes(mesh)
-    by_group = tracker.bytes_by_group()
-    return Figures(
-        flops=tracker.flops,
-        num_bytes=Counter({names[group]: count for group, count in by_group.items()}),
-        peak=tracker.peak,
+            meter.cut()
+            run = _whole_step(program, row, meter.parts)
+            if run is not None:
+                break
+            gc.collect()  # the executor refers to itself; training keeps one
+    assert run is not None, "a row follows from itself"
+    figures, messages = run
+    return RankRun(
+        rank=mesh.rank,
+        flops=figures.flops,
+        num_bytes=figures.num_bytes,
+        peak=states_held + figures.rise,
+        messages=messages,
     )
 
 
-def _by_axis(tracker: Tracker, mesh: Mesh) -> tuple[Message, ...]:
-    """Return messages under the names of their axes, not of torch's groups."""
-    names = _axes(mesh)
-    return tuple(replace(message, group=names[message.group]) for message in tracker.messages)
+def _short_row(layout: Layout, whole: Sequence[Action]) -> tuple[Action, ...]:
+    return RowReader(layout).short_row(whole)
+
+
+def _whole_step(
+    program: Program, row: Sequence[Action], parts: Sequence[Part]
+) -> tuple[Figures, tuple[Message, ...]] | None:
+    """Return what the whole row does; None if it does not follow from the row that was run."""
+    begin, *actions, end = parts
+    own, whole = [part.figures for part in actions], program.actions
+    if len(row) < len(whole):
+        reader = RowReader(program.layout)
+        known = reader.by_situation(row, own)
+        if known is None:
+            return None
+        own = [known[situation] for situation in reader.situations(whole)]
+    figures = added([begin.figures, *own, end.figures])
+    collectives = [one for part in parts for one in part.messages if one.group != "pp"]
+    return figures, (*collectives, *_transfers(whole, row, actions))
+
+
+def _transfers(
+    whole: Sequence[Action], row: Sequence[Action], parts: Sequence[Part]
+) -> Iterator[Message]:
+    """Return what crosses the pipeline: a stage's messages of one kind differ in their tags."""
+    known = {
+        (action.stage, action.kind): (action.micro_batch, one)
+        for action, part in zip(row, parts, strict=True)
+        for one in part.messages
+        if one.group == "pp"
+    }
+    for action in whole:
+        if not action.is_compute:
+            micro_batch, one = known[action.stage, action.kind]
+            later = action.micro_batch - micro_batch
+            yield replace(one, tag=one.tag + later * TAGS_OF_A_MICRO_BATCH)
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:

@@ -29,13 +29,14 @@ from runtime.mesh import Mesh
 from runtime.pending import Done, Pending
 from runtime.program import IGNORED_LABEL, TOKEN_WEIGHT, Batch, Program
 from runtime.split_backward import Half, Key, WeightGradients, split_linears
-from runtime.tracing import Trace
+from runtime.tracing import ActionWatch
 from runtime.zero import ShardedStates
 
 BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # those that complete weights
 # Sends under way, whose tensors stay: gloo does not say that one is done. Chosen: one each way.
 MOST_SENT = 2
 MOST_STAGES = 4096  # chosen: keeps message tags apart, far above any pipeline
+TAGS_OF_A_MICRO_BATCH = 2 * MOST_STAGES  # one each way across each boundary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,12 @@ class Executor:
     """Runs training steps of one rank."""
 
     def __init__(
-        self, program: Program, mesh: Mesh, states: ShardedStates, *, trace: Trace | None = None
+        self,
+        program: Program,
+        mesh: Mesh,
+        states: ShardedStates,
+        *,
+        trace: ActionWatch | None = None,
     ) -> None:
         """Bind a program to the states that its backward fills; a trace is told of each action."""
         self._program = program
@@ -232,7 +238,7 @@ def _tag(boundary: Key, *, is_backward: bool) -> int:
     Gloo matches messages by tag, so that receives may be posted in another order than sends.
     """
     stage, micro_batch = boundary
-    return 1 + 2 * (micro_batch * MOST_STAGES + stage) + int(is_backward)
+    return 1 + micro_batch * TAGS_OF_A_MICRO_BATCH + 2 * stage + int(is_backward)
 
 
 def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:

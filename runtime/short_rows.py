@@ -1,162 +1,167 @@
-"""Short steps from which a long one follows, for a rank of a pipeline.
+"""A short row from which a long one follows, for one rank of a pipeline.
 
-With one stage per rank a row is two numbers: w forwards before the first backward, and d weight
-gradients that are put off (`costmodels.schedule.looped`). Once a row is steady it repeats with each
-micro-batch, and one more w or d holds one more micro-batch, or one more input and gradient of its
-products. So the row of place r of p ranks follows from rows of a pipeline of a few:
+What an action does (FLOPs, bytes, storage that it makes and lets go) depends on its situation:
+stage and kind, whether it is the first or last of them in the step, and what ran on the stage
+before it. Hundreds of micro-batches meet the same few situations. So a row of some micro-batches is
+run, in which every situation of the whole row occurs, and the whole row is added up by action:
 
-    FLOPs, bytes   grow by the same with each micro-batch
-    peak           base + w * (a micro-batch) + d * (what its weight gradients need)
-                   gpipe: base + m * (a micro-batch)
+    FLOPs, bytes   of each action's situation
+    peak           live storage follows each action's change; the most that it held meanwhile
 
-The ends of the pipeline stay ends: they exchange with one side only. With several stages per rank
-whole rounds are left out and no rank is: a row of two rounds fills, repeats once and drains, so it
-holds the most that any longer one does. Steps too short to be steady are run as they are.
+Micro-batches are left out whole and the others keep their order, so that actions that follow each
+other in the whole row on one stage still do. That a situation says all there is to say is checked
+in every run: where it occurs twice, both must have done the same, or the whole row is run.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from costmodels.layout import Layout, Schedule
-from costmodels.schedule import Action, PipelineShape
-from runtime.lower import actions_of
+from costmodels.layout import Layout
+from costmodels.schedule import Action, ActionKind
+from costmodels.schedule.action import COMPUTE_KINDS
+from runtime.executor import MOST_SENT
 
-# Of w, d and rounds in the shortest row: the second forward, the second put-off gradient and the
-# second round are as all later.
-_LEAST = 2
-_ONE_STAGE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE)
+_SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+_LEAST_SHOWN = 2  # of what computes, so that a difference within a situation would be seen
+_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+
+class Situation(NamedTuple):
+    """All that decides what an action does, but for the values in its tensors.
+
+    Attributes:
+        kind: Of the action; of a send that waits for an earlier one, that one's, whose tensor goes.
+        stage: Likewise.
+        is_first: No action of this kind has run on the stage (gradients are copied, not added).
+        is_last: None will (gradients are complete).
+        before: What ran on the stage before it, whose weights may still be gathered; None where
+            weights stay whole.
+        half: The last backward on the stage, a first half of which leaves gradients that the next
+            one meets; None where gradients have a place all the time.
+        waits: Whether a send waits for an earlier one.
+
+    """
+
+    kind: ActionKind
+    stage: int
+    is_first: bool = False
+    is_last: bool = False
+    before: ActionKind | None = None
+    half: ActionKind | None = None
+    waits: bool = False
+
+
+class _Seen(NamedTuple):
+    """An action's situation, and the micro-batches that must stay for it to remain in this one."""
+
+    situation: Situation
+    micro_batches: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was read off a step: executed FLOPs, bytes by axis of the mesh, peak bytes alive."""
+    """What was read off a part of a step.
+
+    Attributes:
+        flops: Executed.
+        num_bytes: By axis of the mesh.
+        rise: Bytes of live storage at the part's highest point, over its beginning.
+        change: Bytes of live storage at its end, over its beginning.
+
+    """
 
     flops: int
     num_bytes: Counter[str]
-    peak: int
+    rise: int
+    change: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShortStep:
-    """A step to run in place of the rank's own.
-
-    Attributes:
-        pipeline_parallel: Ranks of the pipeline that the row is taken from.
-        place: The rank's place in it.
-        num_micro_batches: Of the step.
-
-    """
-
-    pipeline_parallel: int
-    place: int
-    num_micro_batches: int
-
-    def actions(self, layout: Layout, place: int) -> tuple[Action, ...]:
-        """Return the row, on the stages of the rank at `place` of the layout's own pipeline."""
-        short = replace(
-            layout,
-            pipeline_parallel=self.pipeline_parallel,
-            num_micro_batches=self.num_micro_batches,
-        )
-        stages = dict(
-            zip(short.stages_of_rank(self.place), layout.stages_of_rank(place), strict=True)
-        )
-        row = actions_of(short, self.place)
-        return tuple(replace(action, stage=stages[action.stage]) for action in row)
+def added(parts: Sequence[Figures]) -> Figures:
+    """Return the figures of parts that follow each other."""
+    flops, num_bytes, rise, live = 0, Counter[str](), 0, 0
+    for part in parts:
+        flops += part.flops
+        num_bytes.update(part.num_bytes)
+        rise = max(rise, live + part.rise)
+        live += part.change
+    return Figures(flops=flops, num_bytes=num_bytes, rise=rise, change=live)
 
 
-def short_steps(layout: Layout, place: int) -> tuple[ShortStep, ...]:
-    """Return the steps to run for the rank at a place of the pipeline, the shortest first.
+class RowReader:
+    """Tells situations in the rows of one rank apart."""
 
-    One where the plan's own is as short. Otherwise the second has more micro-batches and may hold
-    one more; a third puts one more weight gradient off.
-    """
-    count, ranks = layout.num_micro_batches, layout.pipeline_parallel
-    whole = ShortStep(pipeline_parallel=ranks, place=place, num_micro_batches=count)
-    if ranks > 1 and (layout.stages_per_rank > 1 or layout.schedule not in _ONE_STAGE):
-        return _of_fewer_rounds(layout, whole)
-    ahead, behind = min(place, _LEAST), min(ranks - 1 - place, _LEAST)
-    puts_off = layout.schedule is Schedule.ZERO_BUBBLE
-    first = min(ranks - 1, _LEAST * (1 + puts_off)) + 2  # the same for all ranks: messages match
-    if count <= max(first + 1, ranks):  # the plan's own row may not become steady
-        return (whole,)
-    steps = [
-        _step(ahead, behind, first),
-        _step(ahead, min(ranks - 1 - place, _LEAST + 1), first + 1),
-    ]
-    if puts_off and place > _LEAST:
-        steps.append(_step(_LEAST + 1, behind, first + 1))
-    return tuple(steps)
+    def __init__(self, layout: Layout) -> None:
+        """Look at what of a stage's states comes and goes."""
+        self._gradients_come_and_go = layout.zero_stage >= 2  # noqa: PLR2004
+        self._weights_come_and_go = layout.zero_stage >= 3  # noqa: PLR2004
 
+    def situations(self, row: Sequence[Action]) -> list[Situation]:
+        """Return the situation of each action of a row."""
+        return [seen.situation for seen in self._look_at(row)]
 
-def _of_fewer_rounds(layout: Layout, whole: ShortStep) -> tuple[ShortStep, ...]:
-    """Return steps of two and of three rounds; what does not fill one stays in both."""
-    shape = PipelineShape(
-        schedule=layout.schedule,
-        pipeline_parallel=layout.pipeline_parallel,
-        stages_per_rank=layout.stages_per_rank,
-        num_micro_batches=layout.num_micro_batches,
-    )
-    size = max(shape.micro_batches_per_round, shape.pipeline_parallel)
-    first = _LEAST * size + shape.num_micro_batches % size
-    if first + size >= shape.num_micro_batches:
-        return (whole,)
-    return tuple(replace(whole, num_micro_batches=m) for m in (first, first + size))
+    def by_situation(
+        self, row: Sequence[Action], figures: Sequence[Figures]
+    ) -> Mapping[Situation, Figures] | None:
+        """Return what was read off each situation of a row; None if one of them did two things."""
+        found: dict[Situation, Figures] = {}
+        for situation, part in zip(self.situations(row), figures, strict=True):
+            if found.setdefault(situation, part) != part:
+                return None
+        return found
 
+    def short_row(self, row: Sequence[Action]) -> tuple[Action, ...]:
+        """Return the row of some micro-batches that show every situation of the whole row.
 
-def _step(ahead: int, behind: int, num_micro_batches: int) -> ShortStep:
-    return ShortStep(
-        pipeline_parallel=ahead + 1 + behind, place=ahead, num_micro_batches=num_micro_batches
-    )
+        Where states stay, situations are few, and what computes is shown twice if it occurs twice.
+        """
+        least = 1 if self._gradients_come_and_go else _LEAST_SHOWN
+        choices: dict[Situation, list[frozenset[int]]] = {}
+        for seen in self._look_at(row):
+            choices.setdefault(seen.situation, []).append(seen.micro_batches)
+        kept: set[int] = set()
+        # Those that few moments show first: they leave no choice.
+        for situation, moments in sorted(choices.items(), key=lambda choice: len(choice[1])):
+            wanted = min(len(moments), least if situation.kind in COMPUTE_KINDS else 1)
+            shown = [needed for needed in moments if needed <= kept]
+            others = [needed for needed in moments if not needed <= kept]
+            for _ in range(wanted - len(shown)):
+                best = min(others, key=lambda needed: (len(needed - kept), sorted(needed)))
+                others.remove(best)
+                kept |= best
+        return tuple(action for action in row if action.micro_batch in kept)
 
-
-def flops_of(layout: Layout, steps: Sequence[ShortStep], found: Sequence[Figures]) -> int:
-    """Return the FLOPs of the plan's own step."""
-    return _grown(layout, steps, [figures.flops for figures in found])
-
-
-def bytes_of(layout: Layout, steps: Sequence[ShortStep], found: Sequence[Figures]) -> Counter[str]:
-    """Return the bytes of the plan's own step, by axis."""
-    return Counter(
-        {
-            axis: _grown(layout, steps, [figures.num_bytes[axis] for figures in found])
-            for axis in found[0].num_bytes
-        }
-    )
-
-
-def peak_of(
-    layout: Layout, place: int, steps: Sequence[ShortStep], found: Sequence[Figures]
-) -> int:
-    """Return the peak of the plan's own step."""
-    if len(steps) == 1:
-        return found[0].peak
-    first = steps[0]
-    if layout.schedule is Schedule.GPIPE or first.pipeline_parallel == layout.pipeline_parallel:
-        return _grown(layout, steps, [figures.peak for figures in found])
-    return found[0].peak + sum(
-        more * (found[i].peak - found[0].peak)
-        for i, more in enumerate(_held_more(layout, place, first), 1)
-        if more
-    )
-
-
-def _held_more(layout: Layout, place: int, first: ShortStep) -> tuple[int, int]:
-    """Return how many more forwards come first, and weight gradients last, than in a short step."""
-    behind = layout.pipeline_parallel - 1 - place
-    puts_off = layout.schedule is Schedule.ZERO_BUBBLE
-    return (
-        behind - (first.pipeline_parallel - 1 - first.place),
-        (place - first.place) * puts_off,
-    )
-
-
-def _grown(layout: Layout, steps: Sequence[ShortStep], values: Sequence[int]) -> int:
-    """Return a figure that grows by the same with each micro-batch."""
-    if len(steps) == 1:
-        return values[0]
-    first, second = (step.num_micro_batches for step in steps[:2])
-    repeats, remainder = divmod(layout.num_micro_batches - first, second - first)
-    assert remainder == 0, f"{layout.num_micro_batches} micro-batches do not follow from {first}"
-    return values[0] + repeats * (values[1] - values[0])
+    def _look_at(self, row: Sequence[Action]) -> list[_Seen]:
+        last = {(action.stage, action.kind): place for place, action in enumerate(row)}
+        ran: set[tuple[int, ActionKind]] = set()
+        computed: dict[int, Action] = {}
+        backward: dict[int, Action] = {}
+        sent: list[Action] = []
+        looked: list[_Seen] = []
+        for place, action in enumerate(row):
+            key = (action.stage, action.kind)
+            met: list[Action] = []
+            situation = Situation(action.kind, action.stage)
+            if action.is_compute:
+                before = computed.get(action.stage) if self._weights_come_and_go else None
+                half = backward.get(action.stage) if self._gradients_come_and_go else None
+                met = [one for one in (before, half) if one is not None]
+                situation = situation._replace(
+                    is_first=key not in ran,
+                    is_last=last[key] == place,
+                    before=before and before.kind,
+                    half=half and half.kind,
+                )
+                ran.add(key)
+                computed[action.stage] = action
+                if action.kind in _BACKWARDS:
+                    backward[action.stage] = action
+            elif action.kind in _SENDS:
+                met = sent[-MOST_SENT:]
+                if len(met) == MOST_SENT:
+                    situation = Situation(met[0].kind, met[0].stage, waits=True)
+                sent.append(action)
+            micro_batches = frozenset(one.micro_batch for one in (action, *met))
+            looked.append(_Seen(situation, micro_batches))
+        return looked

@@ -139,7 +139,9 @@ class _SplitLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         edge, put_off = ctx.place
-        product = _Product(weight=edge, gradient=gradient, source=x)
+        # Of the values alone: with its history, an input would keep the stage's graph, and so the
+        # gradient of the stage's input, until the product is computed.
+        product = _Product(weight=edge, gradient=gradient, source=x.detach())
         of_x = gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return of_x, None if put_off.take(product) else product.value(), of_bias, None, None

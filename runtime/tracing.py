@@ -12,9 +12,9 @@ noted outside of the steps that are asked for.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -63,6 +63,13 @@ class Transfer:
         assert self._waiting is not None
         self._trace.add(self._name, "transfer", self._axis, self._num_bytes, (self._start, end))
         self._trace.add(f"wait {self._name}", "wait", self._axis, 0, (self._waiting, end))
+
+
+class ActionWatch(Protocol):
+    """Whoever wants to know when an executor runs an action."""
+
+    def action(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that the action runs in."""
 
 
 class Trace:

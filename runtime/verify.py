@@ -206,8 +206,7 @@ def crossed_messages(table: ScheduleTable) -> Iterable[str]:
     """Compare the order in which ranks of a pipeline exchange, both directions together.
 
     NCCL runs the messages of a pair of ranks in the order in which each end began them. The whole
-    rows are compared, since those of short steps (`short_steps.py`) come from pipelines of other
-    lengths, whose clocks differ.
+    rows are compared, as ranks are run with different micro-batches of theirs (`short_rows.py`).
     """
     ranks = table.shape.rank_of_stage
     order: dict[tuple[int, int], list[Action]] = defaultdict(list)

@@ -1,18 +1,16 @@
-"""What follows from short steps is what the whole step does, to the last byte."""
+"""What follows from a short row is what the whole row does, to the last byte."""
 
 import lowering_models as small
 import pytest
 
-from costmodels.layout import Layout, Schedule
-from costmodels.schedule import ActionKind, PipelineShape, shape_refusals
+from costmodels.layout import Layout, Offload, Recompute, Schedule
+from costmodels.schedule import Action, ActionKind, PipelineShape, shape_refusals
 from runtime import dry_run as dry
-from runtime.lower import actions_of, lower_graph
-from runtime.short_steps import ShortStep, short_steps
-
-RANKS = 6
+from runtime.lower import lower_graph, rows_of
+from runtime.short_rows import Figures, RowReader, added
 
 
-def layout(schedule, *, ranks=RANKS, num_micro_batches=9, stages_per_rank=1, **changes):
+def layout(schedule, *, ranks=4, num_micro_batches=9, stages_per_rank=1, **changes):
     return Layout(
         pipeline_parallel=ranks,
         schedule=schedule,
@@ -23,112 +21,136 @@ def layout(schedule, *, ranks=RANKS, num_micro_batches=9, stages_per_rank=1, **c
     )
 
 
-def whole_step(plan, place):
-    own = ShortStep(
-        pipeline_parallel=plan.pipeline_parallel,
-        place=place,
-        num_micro_batches=plan.num_micro_batches,
-    )
-    return (own,)
-
-
 def figures(run):
-    return run.flops, run.num_bytes, run.peak
+    transfers = sorted((m.operation, m.peer, m.tag, m.num_bytes) for m in run.messages if m.tag)
+    return run.flops, run.num_bytes, run.peak, transfers
 
 
-def assert_short_steps_say_what_the_whole_does(plan, places, monkeypatch):
-    lowered = lower_graph(small.llama(num_layers=plan.num_stages), small.job(), plan)
+def assert_short_rows_say_what_whole_ones_do(plan, places, monkeypatch, model=None):
+    model = model or small.llama(num_layers=plan.num_stages)
+    lowered = lower_graph(model, small.job(), plan)
     ranks = [place * plan.num_gpus // plan.pipeline_parallel for place in places]
+    rows_run = []
+    whole_step = dry._whole_step
+
+    def noted(program, row, parts):
+        rows_run.append(len({action.micro_batch for action in row}))
+        return whole_step(program, row, parts)
+
+    monkeypatch.setattr(dry, "_whole_step", noted)
     short = [dry.dry_run(lowered, small.job(), plan, rank) for rank in ranks]
-    monkeypatch.setattr(dry, "short_steps", whole_step)
+    assert len(rows_run) == len(ranks), "a situation did two things, and whole rows were run"
+    assert max(rows_run) < plan.num_micro_batches
+    monkeypatch.setattr(dry, "_short_row", lambda _, row: row)
     for place, rank, found in zip(places, ranks, short, strict=True):
-        assert len(short_steps(plan, place)) > 1
         whole = dry.dry_run(lowered, small.job(), plan, rank)
         assert figures(found) == figures(whole), place
 
 
-@pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE])
-def test_every_rank_of_a_long_pipeline_follows_from_short_ones(schedule, monkeypatch):
-    assert_short_steps_say_what_the_whole_does(layout(schedule), range(RANKS), monkeypatch)
-
-
-@pytest.mark.parametrize("zero", [{"zero_stage": 2}, {"zero_stage": 3}, {"keep_gathered": True}])
-def test_what_zero_moves_and_holds_follows_from_short_steps(zero, monkeypatch):
-    changes = {"data_parallel": 2, "zero_group": 2, "zero_stage": 3, **zero}
-    plan = layout(Schedule.ONE_F_ONE_B, ranks=4, num_micro_batches=7, **changes)
-    assert_short_steps_say_what_the_whole_does(plan, (0, 3), monkeypatch)
-
-
-SEVERAL_STAGES = [
-    Schedule.INTERLEAVED,
-    Schedule.ZERO_BUBBLE,
-    Schedule.ZBV,
-    Schedule.DUALPIPEV,
+SCHEDULES = [
+    (Schedule.GPIPE, 1),
+    (Schedule.ONE_F_ONE_B, 1),
+    (Schedule.ZERO_BUBBLE, 1),
+    (Schedule.ZERO_BUBBLE, 2),
+    (Schedule.INTERLEAVED, 2),
+    (Schedule.ZBV, 2),
+    (Schedule.DUALPIPEV, 2),
 ]
 
 
-@pytest.mark.parametrize("schedule", SEVERAL_STAGES)
-def test_with_several_stages_per_rank_whole_rounds_are_left_out(schedule, monkeypatch):
-    plan = layout(schedule, ranks=2, num_micro_batches=8, stages_per_rank=2)
-    assert [step.num_micro_batches for step in short_steps(plan, 0)] == [4, 6]
-    assert_short_steps_say_what_the_whole_does(plan, range(2), monkeypatch)
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
+def test_every_rank_of_a_long_row_follows_from_a_short_one(schedule, stages_per_rank, monkeypatch):
+    plan = layout(schedule, ranks=3, num_micro_batches=12, stages_per_rank=stages_per_rank)
+    assert_short_rows_say_what_whole_ones_do(plan, range(3), monkeypatch)
 
 
-@pytest.mark.parametrize("schedule", SEVERAL_STAGES)
-def test_rows_of_two_rounds_hold_what_longer_ones_do(schedule):
-    """Rounds are of 4 or more: 15 micro-batches on 4 ranks run in three rounds of 5."""
-    shortened = 0
-    for ranks, count in [(2, 7), (4, 13), (4, 15), (4, 16), (5, 23), (5, 24), (8, 36)]:
-        sizes = {"pipeline_parallel": ranks, "stages_per_rank": 2, "num_micro_batches": count}
+STATES = {
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "kept": {"zero_stage": 3, "keep_gathered": True},
+    "on-host": {"zero_stage": 3, "offload": frozenset({Offload.OPTIMIZER, Offload.PARAMETERS})},
+    "full": {"zero_stage": 1, "recompute": Recompute.FULL},
+    "activations-on-host": {"zero_stage": 1, "offload": frozenset({Offload.ACTIVATIONS})},
+}
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [(Schedule.ONE_F_ONE_B, 1), (Schedule.ZERO_BUBBLE, 1), (Schedule.DUALPIPEV, 2)],
+)
+def test_what_states_move_and_hold_follows(schedule, stages_per_rank, states, monkeypatch):
+    changes = {"data_parallel": 2, "zero_group": 2, **STATES[states]}
+    plan = layout(
+        schedule, ranks=2, num_micro_batches=14, stages_per_rank=stages_per_rank, **changes
+    )
+    assert_short_rows_say_what_whole_ones_do(plan, range(2), monkeypatch)
+
+
+def test_one_rank_without_a_pipeline_follows_too(monkeypatch):
+    plan = Layout(
+        data_parallel=2,
+        zero_stage=3,
+        zero_group=2,
+        num_micro_batches=12,
+        layers_per_stage=(2,),
+        schedule=Schedule.ONE_F_ONE_B,
+    )
+    assert_short_rows_say_what_whole_ones_do(
+        plan, (0,), monkeypatch, small.llama(num_layers=plan.layers_per_stage[0])
+    )
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
+def test_short_rows_show_every_situation_of_whole_ones(schedule, stages_per_rank, zero_stage):
+    for ranks, count in [(2, 7), (4, 13), (4, 16), (5, 24), (8, 36), (16, 64)]:
+        sizes = {"pipeline_parallel": ranks, "stages_per_rank": stages_per_rank}
+        sizes["num_micro_batches"] = count
         if shape_refusals(PipelineShape(schedule=schedule, **sizes)):
             continue
-        plan = layout(schedule, ranks=ranks, num_micro_batches=count, stages_per_rank=2)
-        for place in range(ranks):
-            steps = short_steps(plan, place)
-            shortened += len(steps) > 1
-            whole = most_held(actions_of(plan, place))
-            assert all(most_held(step.actions(plan, place)) == whole for step in steps), sizes
-    assert shortened
-
-
-def most_held(row):
-    """Return what is held at moments at which no other holds as much: counts by stage."""
-    lets_go = {
-        ActionKind.FORWARD: (),
-        ActionKind.BACKWARD: ("input", "weight"),
-        ActionKind.BACKWARD_INPUT: ("input",),
-        ActionKind.BACKWARD_WEIGHT: ("weight",),
-    }
-    stages = sorted({action.stage for action in row})
-    held = {(stage, what): 0 for stage in stages for what in ("input", "weight")}
-    moments = set()
-    for action in row:
-        if action.is_compute:
-            for what in ("input", "weight"):
-                change = 1 if action.kind is ActionKind.FORWARD else 0
-                held[action.stage, what] += change - (what in lets_go[action.kind])
-            moments.add(tuple(held.values()))
-    return {
-        one
-        for one in moments
-        if not any(
-            other != one and all(a <= b for a, b in zip(one, other, strict=True))
-            for other in moments
+        plan = layout(
+            schedule,
+            ranks=ranks,
+            num_micro_batches=count,
+            stages_per_rank=stages_per_rank,
+            zero_stage=zero_stage,
         )
-    }
+        table, reader = rows_of(plan), RowReader(plan)
+        for place in range(ranks):
+            row = table.actions(place)
+            short = reader.short_row(row)
+            assert set(reader.situations(row)) <= set(reader.situations(short))
+            kept = {action.micro_batch for action in short}
+            assert short == tuple(action for action in row if action.micro_batch in kept)
 
 
-def test_short_rows_stand_on_the_ranks_own_stage_and_keep_the_ends():
-    plan = layout(Schedule.ONE_F_ONE_B, ranks=32, num_micro_batches=480)
-    for place, kinds in ((0, {"SEND_F", "RECV_B"}), (31, {"RECV_F", "SEND_B"})):
-        for step in short_steps(plan, place):
-            row = step.actions(plan, place)
-            assert {action.stage for action in row} == {place}
-            assert {a.kind.value for a in row if not a.is_compute} == kinds
-            assert len(row) < 40
+def test_hundreds_of_micro_batches_follow_from_a_few():
+    plan = layout(Schedule.ZERO_BUBBLE, ranks=32, num_micro_batches=480)
+    table = rows_of(plan)
+    for place in (0, 15, 31):
+        short = RowReader(plan).short_row(table.actions(place))
+        assert len({action.micro_batch for action in short}) <= 6
 
 
-def test_steps_that_never_become_steady_are_run_whole():
-    plan = layout(Schedule.ONE_F_ONE_B, ranks=8, num_micro_batches=8)
-    (step,) = short_steps(plan, 3)
-    assert step.actions(plan, 3) == actions_of(plan, 3)
+def part(**changes):
+    return Figures(**{"flops": 0, "num_bytes": {}, "rise": 0, "change": 0, **changes})
+
+
+def test_a_situation_that_does_two_things_is_seen():
+    plan = layout(Schedule.ONE_F_ONE_B, ranks=1)
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+    row = [Action(0, kind, micro_batch) for micro_batch in range(4) for kind in kinds]
+    same = [part(flops=1) for _ in row]
+    assert len(RowReader(plan).by_situation(row, same)) == len(
+        {(k, f) for k in kinds for f in "aml"}
+    )
+    other = [*same[:4], part(flops=2), *same[5:]]  # the forward of micro-batch 2
+    assert RowReader(plan).by_situation(row, other) is None
+
+
+def test_the_peak_of_parts_is_the_highest_moment_of_any():
+    parts = [part(rise=5, change=4), part(rise=3, change=-2), part(rise=4, change=0)]
+    assert added(parts).rise == 7
+    assert added(parts).change == 2
