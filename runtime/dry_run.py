@@ -2,12 +2,12 @@
 
 The real executor, states and optimizer run the rank's real actions; tensors are fake (shapes only)
 and so is the process group, whose collectives return at once. A step of many micro-batches repeats
-itself: it follows exactly from the actions of a few of them (`short_rows.py`).
+itself: it follows exactly from the actions of a few of them (`short_rows.py`). What a rank has
+shown of its program need not be run again on a rank of an equal one (`same_programs.py`).
 """
 
-import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,14 +22,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.schedule import Action
-from runtime.executor import TAGS_OF_A_MICRO_BATCH, Executor
+from runtime.executor import Executor
 from runtime.first_values import materialise
-from runtime.lower import program_of
+from runtime.grid import coordinates
+from runtime.lower import program_of, rows_of
 from runtime.mesh import Mesh, World
-from runtime.meter import Meter, Part
+from runtime.meter import Meter, RanRow
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.program import BATCH_FIELDS, Batch, ParameterShard, Program
-from runtime.short_rows import Figures, RowReader, added
+from runtime.program import BATCH_FIELDS, Batch, ParameterShard
+from runtime.same_programs import ProgramKeys
+from runtime.short_rows import RowReader, added
+from runtime.shown_programs import Shown
 from runtime.trackers import Message, Tracker
 from runtime.zero import ShardedStates
 
@@ -43,8 +46,7 @@ class RankRun:
         flops: Executed, recomputation included.
         num_bytes: By axis of the mesh (`grid.GROUP_AXES`).
         peak: Bytes of live storage at the highest point, states included.
-        messages: All that cross the pipeline, and the others of the micro-batches that were run,
-            in order.
+        messages: All that cross the pipeline, and the others of the micro-batches that were run.
 
     """
 
@@ -68,8 +70,84 @@ def dry_run(lowered: GraphModule, job: TrainingJob, layout: Layout, rank: int) -
         ValueError: The runtime does not train in the job's precision or with its optimizer.
 
     """
-    with _fake_mesh(layout, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        return _run(lowered, job, mesh)
+    return DryRuns(lowered, job, layout).run(rank)
+
+
+class DryRuns:
+    """Runs ranks of one lowered plan, and of equal programs only what was not seen yet."""
+
+    def __init__(self, lowered: GraphModule, job: TrainingJob, layout: Layout) -> None:
+        """Bind a plan, as for `dry_run`."""
+        self._lowered, self._job, self._layout = lowered, job, layout
+        self._rows = rows_of(layout)
+        self._keys = ProgramKeys(lowered, layout)
+        self._shown: dict[Hashable, Shown] = {}
+
+    def run(self, rank: int) -> RankRun:
+        """Return what a rank does.
+
+        Raises:
+            ValueError: As for `dry_run`.
+
+        """
+        place = coordinates(self._layout, rank)["pp"]
+        whole, reader = self._rows.actions(place), RowReader(self._layout, place)
+        key = self._keys.key(rank)
+        shown: Shown | None = self._shown.get(key)
+        row = self.row_to_run(whole, reader, shown)
+        if row:
+            ran = self._run_row(rank, row)
+            shown = Shown.of(ran, reader) if shown is None else shown.with_row(ran, reader)
+            if shown is None:  # a situation did two things
+                return _as_it_ran(rank, self._run_row(rank, whole))
+            self._shown[key] = shown
+        assert shown is not None, "a program of which nothing is known is run"
+        figures = shown.figures(whole, reader)
+        return RankRun(
+            rank=rank,
+            flops=figures.flops,
+            num_bytes=figures.num_bytes,
+            peak=shown.first.states + figures.rise,
+            messages=shown.messages(self._layout, rank, whole, reader),
+        )
+
+    def row_to_run(
+        self, whole: tuple[Action, ...], reader: RowReader, shown: Shown | None
+    ) -> tuple[Action, ...]:
+        """Return the row that shows what is not known of a program; none if all is."""
+        return reader.short_row(whole, {} if shown is None else shown.situations)
+
+    def _run_row(self, rank: int, row: tuple[Action, ...]) -> RanRow:
+        with (
+            _fake_mesh(self._layout, rank) as mesh,
+            FakeTensorMode(allow_non_fake_inputs=True),
+            Tracker().watching() as tracker,
+        ):
+            program = program_of(self._lowered, self._layout, mesh)
+            materialise(program, _whole_parameter)
+            states = ShardedStates(program, mesh, precisions(self._job))
+            optimizer = ShardedOptimizer(states, OptimizerSettings(kind=self._job.optimizer))
+            _create_optimizer_states(optimizer)
+            # Those of the whole step wait on the device, however few are run.
+            count = self._layout.num_micro_batches
+            batches = [_batch(self._job, self._layout) for _ in range(count)]
+            held = tracker.live
+            meter = Meter(tracker, _axes(mesh))
+            Executor(replace(program, actions=row), mesh, states, trace=meter).run(batches)
+            optimizer.step(0)
+            meter.cut()
+        return RanRow(rank=rank, states=held, row=row, parts=tuple(meter.parts))
+
+
+def _as_it_ran(rank: int, ran: RanRow) -> RankRun:
+    figures = added([part.figures for part in ran.parts])
+    return RankRun(
+        rank=rank,
+        flops=figures.flops,
+        num_bytes=figures.num_bytes,
+        peak=ran.states + figures.rise,
+        messages=ran.messages,
+    )
 
 
 @contextmanager
@@ -82,75 +160,6 @@ def _fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
         yield world.mesh(layout)
     finally:
         dist.destroy_process_group()
-
-
-def _run(lowered: GraphModule, job: TrainingJob, mesh: Mesh) -> RankRun:
-    tracker = Tracker()
-    with tracker.watching():
-        program = program_of(lowered, mesh.layout, mesh)
-        materialise(program, _whole_parameter)
-        states = ShardedStates(program, mesh, precisions(job))
-        optimizer = ShardedOptimizer(states, OptimizerSettings(kind=job.optimizer))
-        _create_optimizer_states(optimizer)
-        # Those of the whole step wait on the device, however few are run.
-        batches = [_batch(job, mesh.layout) for _ in range(mesh.layout.num_micro_batches)]
-        states_held = tracker.live
-        for row in (_short_row(mesh.layout, program.actions), program.actions):
-            meter = Meter(tracker, _axes(mesh))
-            Executor(replace(program, actions=row), mesh, states, trace=meter).run(batches)
-            optimizer.step(0)
-            meter.cut()
-            run = _whole_step(program, row, meter.parts)
-            if run is not None:
-                break
-            gc.collect()  # the executor refers to itself; training keeps one
-    assert run is not None, "a row follows from itself"
-    figures, messages = run
-    return RankRun(
-        rank=mesh.rank,
-        flops=figures.flops,
-        num_bytes=figures.num_bytes,
-        peak=states_held + figures.rise,
-        messages=messages,
-    )
-
-
-def _short_row(layout: Layout, whole: Sequence[Action]) -> tuple[Action, ...]:
-    return RowReader(layout).short_row(whole)
-
-
-def _whole_step(
-    program: Program, row: Sequence[Action], parts: Sequence[Part]
-) -> tuple[Figures, tuple[Message, ...]] | None:
-    """Return what the whole row does; None if it does not follow from the row that was run."""
-    begin, *actions, end = parts
-    own, whole = [part.figures for part in actions], program.actions
-    if len(row) < len(whole):
-        reader = RowReader(program.layout)
-        known = reader.by_situation(row, own)
-        if known is None:
-            return None
-        own = [known[situation] for situation in reader.situations(whole)]
-    figures = added([begin.figures, *own, end.figures])
-    collectives = [one for part in parts for one in part.messages if one.group != "pp"]
-    return figures, (*collectives, *_transfers(whole, row, actions))
-
-
-def _transfers(
-    whole: Sequence[Action], row: Sequence[Action], parts: Sequence[Part]
-) -> Iterator[Message]:
-    """Return what crosses the pipeline: a stage's messages of one kind differ in their tags."""
-    known = {
-        (action.stage, action.kind): (action.micro_batch, one)
-        for action, part in zip(row, parts, strict=True)
-        for one in part.messages
-        if one.group == "pp"
-    }
-    for action in whole:
-        if not action.is_compute:
-            micro_batch, one = known[action.stage, action.kind]
-            later = action.micro_batch - micro_batch
-            yield replace(one, tag=one.tag + later * TAGS_OF_A_MICRO_BATCH)
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:

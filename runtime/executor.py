@@ -36,7 +36,6 @@ BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # those that comp
 # Sends under way, whose tensors stay: gloo does not say that one is done. Chosen: one each way.
 MOST_SENT = 2
 MOST_STAGES = 4096  # chosen: keeps message tags apart, far above any pipeline
-TAGS_OF_A_MICRO_BATCH = 2 * MOST_STAGES  # one each way across each boundary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,17 +196,18 @@ class Executor:
             self._outputs[key] = upstream.contiguous()
 
     def _send_forward(self, key: Key) -> None:
-        self._send(key, key[0] + 1, _tag(key, is_backward=False))
+        self._send(key, *crossing(ActionKind.SEND_FORWARD, key))
 
     def _send_backward(self, key: Key) -> None:
-        self._send(key, key[0] - 1, _tag((key[0] - 1, key[1]), is_backward=True))
+        self._send(key, *crossing(ActionKind.SEND_BACKWARD, key))
 
     def _receive_forward(self, key: Key) -> None:
-        tag = _tag((key[0] - 1, key[1]), is_backward=False)
-        self._activations[key] = self._receive(key, key[0] - 1, tag)
+        crosses = crossing(ActionKind.RECV_FORWARD, key)
+        self._activations[key] = self._receive(key, *crosses)
 
     def _receive_backward(self, key: Key) -> None:
-        self._gradients[key] = self._receive(key, key[0] + 1, _tag(key, is_backward=True))
+        crosses = crossing(ActionKind.RECV_BACKWARD, key)
+        self._gradients[key] = self._receive(key, *crosses)
 
     def _send(self, key: Key, stage: int, tag: int) -> None:
         self._sending = [sent for sent in self._sending if not sent.is_done()]
@@ -232,13 +232,18 @@ class Executor:
         return self._program.layout.rank_of_stage(stage) == self._mesh.coordinate("pp")
 
 
-def _tag(boundary: Key, *, is_backward: bool) -> int:
-    """Name the message that crosses the boundary after a stage; tags differ within a step.
+def crossing(kind: ActionKind, key: Key) -> tuple[int, int]:
+    """Return the stage at the other end of a send or receive, and the message's tag.
 
+    The tag names the message that crosses the boundary after a stage; tags differ within a step.
     Gloo matches messages by tag, so that receives may be posted in another order than sends.
     """
-    stage, micro_batch = boundary
-    return 1 + micro_batch * TAGS_OF_A_MICRO_BATCH + 2 * stage + int(is_backward)
+    stage, micro_batch = key
+    is_backward = kind in (ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD)
+    to_next = kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)
+    boundary = stage if to_next else stage - 1
+    tag = 1 + 2 * (micro_batch * MOST_STAGES + boundary) + int(is_backward)
+    return stage + (1 if to_next else -1), tag
 
 
 def _last_backwards(actions: Sequence[Action]) -> dict[int, int]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from costmodels.schedule import Action
 from runtime.short_rows import Figures
 from runtime.trackers import Message, Tracker
 
@@ -20,6 +21,29 @@ class Part:
 
     figures: Figures
     messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanRow:
+    """A row that a rank was run with.
+
+    Attributes:
+        rank: Global.
+        states: Bytes that it holds between steps, batches included.
+        row: Its actions.
+        parts: What goes before the first action, the actions, what goes behind the last one.
+
+    """
+
+    rank: int
+    states: int
+    row: tuple[Action, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages, in order."""
+        return tuple(message for part in self.parts for message in part.messages)
 
 
 class Meter:

@@ -14,7 +14,7 @@ in every run: where it occurs twice, both must have done the same, or the whole 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Situation(NamedTuple):
 
     Attributes:
         kind: Of the action; of a send that waits for an earlier one, that one's, whose tensor goes.
-        stage: Likewise.
+        stage: Likewise; its number among the rank's own.
         is_first: No action of this kind has run on the stage (gradients are copied, not added).
         is_last: None will (gradients are complete).
         before: What ran on the stage before it, whose weights may still be gathered; None where
@@ -92,34 +92,45 @@ def added(parts: Sequence[Figures]) -> Figures:
 class RowReader:
     """Tells situations in the rows of one rank apart."""
 
-    def __init__(self, layout: Layout) -> None:
-        """Look at what of a stage's states comes and goes."""
+    def __init__(self, layout: Layout, place: int) -> None:
+        """Look at the rank at a place of the pipeline, and at what of its states comes and goes."""
+        self._number = {stage: i for i, stage in enumerate(layout.stages_of_rank(place))}
         self._gradients_come_and_go = layout.zero_stage >= 2  # noqa: PLR2004
         self._weights_come_and_go = layout.zero_stage >= 3  # noqa: PLR2004
+
+    def number(self, action: Action) -> int:
+        """Return the number of an action's stage among the rank's own."""
+        return self._number[action.stage]
 
     def situations(self, row: Sequence[Action]) -> list[Situation]:
         """Return the situation of each action of a row."""
         return [seen.situation for seen in self._look_at(row)]
 
     def by_situation(
-        self, row: Sequence[Action], figures: Sequence[Figures]
+        self,
+        row: Sequence[Action],
+        figures: Sequence[Figures],
+        known: Mapping[Situation, Figures],
     ) -> Mapping[Situation, Figures] | None:
-        """Return what was read off each situation of a row; None if one of them did two things."""
-        found: dict[Situation, Figures] = {}
+        """Add what was read off a row to what is known; None if one situation did two things."""
+        found = dict(known)
         for situation, part in zip(self.situations(row), figures, strict=True):
             if found.setdefault(situation, part) != part:
                 return None
         return found
 
-    def short_row(self, row: Sequence[Action]) -> tuple[Action, ...]:
-        """Return the row of some micro-batches that show every situation of the whole row.
+    def short_row(
+        self, row: Sequence[Action], known: Container[Situation] = frozenset()
+    ) -> tuple[Action, ...]:
+        """Return the row of some micro-batches that show every situation that is not known yet.
 
         Where states stay, situations are few, and what computes is shown twice if it occurs twice.
         """
         least = 1 if self._gradients_come_and_go else _LEAST_SHOWN
         choices: dict[Situation, list[frozenset[int]]] = {}
         for seen in self._look_at(row):
-            choices.setdefault(seen.situation, []).append(seen.micro_batches)
+            if seen.situation not in known:
+                choices.setdefault(seen.situation, []).append(seen.micro_batches)
         kept: set[int] = set()
         # Those that few moments show first: they leave no choice.
         for situation, moments in sorted(choices.items(), key=lambda choice: len(choice[1])):
@@ -142,7 +153,7 @@ class RowReader:
         for place, action in enumerate(row):
             key = (action.stage, action.kind)
             met: list[Action] = []
-            situation = Situation(action.kind, action.stage)
+            situation = Situation(action.kind, self.number(action))
             if action.is_compute:
                 before = computed.get(action.stage) if self._weights_come_and_go else None
                 half = backward.get(action.stage) if self._gradients_come_and_go else None
@@ -160,7 +171,7 @@ class RowReader:
             elif action.kind in _SENDS:
                 met = sent[-MOST_SENT:]
                 if len(met) == MOST_SENT:
-                    situation = Situation(met[0].kind, met[0].stage, waits=True)
+                    situation = Situation(met[0].kind, self.number(met[0]), waits=True)
                 sent.append(action)
             micro_batches = frozenset(one.micro_batch for one in (action, *met))
             looked.append(_Seen(situation, micro_batches))

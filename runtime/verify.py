@@ -16,7 +16,7 @@ from costmodels.memory import estimate_memory
 from costmodels.schedule import Action, ActionKind, ScheduleTable
 from costmodels.units import GIB
 from planner.plan import Plan
-from runtime.dry_run import RankRun, dry_run
+from runtime.dry_run import DryRuns, RankRun
 from runtime.lower import rows_of
 from runtime.modules import lowered_plan, module_of_plan
 from runtime.rank_roles import rank_roles
@@ -115,9 +115,10 @@ def verify(plan: Plan, module: str | None = None) -> VerifyReport:
     job = replace(plan.job, switches=replace(plan.job.switches, balanced_routing=True))
     memory = estimate_memory(plan.model, job, plan.cluster, layout)
     roles, runs = [], []
+    dry = DryRuns(lowered, plan.job, layout)
     for role in rank_roles(plan.model, plan.job, layout):
         place = role.stage_rank
-        run = dry_run(lowered, plan.job, layout, role.ranks[0])
+        run = dry.run(role.ranks[0])
         counts = count_rank(plan.model, plan.job, layout, place)
         roles.append(
             RoleReport(

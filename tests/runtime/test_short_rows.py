@@ -1,12 +1,15 @@
 """What follows from a short row is what the whole row does, to the last byte."""
 
+from dataclasses import replace
+
 import lowering_models as small
 import pytest
 
 from costmodels.layout import Layout, Offload, Recompute, Schedule
 from costmodels.schedule import Action, ActionKind, PipelineShape, shape_refusals
-from runtime import dry_run as dry
+from runtime.dry_run import DryRuns
 from runtime.lower import lower_graph, rows_of
+from runtime.same_programs import ProgramKeys
 from runtime.short_rows import Figures, RowReader, added
 
 
@@ -22,29 +25,38 @@ def layout(schedule, *, ranks=4, num_micro_batches=9, stages_per_rank=1, **chang
 
 
 def figures(run):
-    transfers = sorted((m.operation, m.peer, m.tag, m.num_bytes) for m in run.messages if m.tag)
+    transfers = sorted((m.peer, m.operation, m.tag, m.num_bytes) for m in run.messages if m.tag)
     return run.flops, run.num_bytes, run.peak, transfers
 
 
-def assert_short_rows_say_what_whole_ones_do(plan, places, monkeypatch, model=None):
-    model = model or small.llama(num_layers=plan.num_stages)
-    lowered = lower_graph(model, small.job(), plan)
-    ranks = [place * plan.num_gpus // plan.pipeline_parallel for place in places]
-    rows_run = []
-    whole_step = dry._whole_step
+class Noting(DryRuns):
+    """Notes the rows that are run."""
 
-    def noted(program, row, parts):
-        rows_run.append(len({action.micro_batch for action in row}))
-        return whole_step(program, row, parts)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.rows = []
 
-    monkeypatch.setattr(dry, "_whole_step", noted)
-    short = [dry.dry_run(lowered, small.job(), plan, rank) for rank in ranks]
-    assert len(rows_run) == len(ranks), "a situation did two things, and whole rows were run"
-    assert max(rows_run) < plan.num_micro_batches
-    monkeypatch.setattr(dry, "_short_row", lambda _, row: row)
-    for place, rank, found in zip(places, ranks, short, strict=True):
-        whole = dry.dry_run(lowered, small.job(), plan, rank)
-        assert figures(found) == figures(whole), place
+    def _run_row(self, rank, row):
+        self.rows.append(row)
+        return super()._run_row(rank, row)
+
+
+class Whole(DryRuns):
+    """Runs whole rows."""
+
+    def row_to_run(self, whole, reader, shown):  # noqa: ARG002  (as the base class's)
+        return whole
+
+
+def assert_short_rows_say_what_whole_ones_do(plan, places, *, model=None):
+    lowered = lower_graph(model or small.llama(num_layers=plan.num_stages), small.job(), plan)
+    for place in places:
+        rank = place * plan.num_gpus // plan.pipeline_parallel
+        short = Noting(lowered, small.job(), plan)
+        found = short.run(rank)
+        assert len(short.rows) == 1, "a situation did two things, and the whole row was run"
+        assert len({a.micro_batch for a in short.rows[0]}) < plan.num_micro_batches
+        assert figures(found) == figures(Whole(lowered, small.job(), plan).run(rank)), place
 
 
 SCHEDULES = [
@@ -59,9 +71,9 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
-def test_every_rank_of_a_long_row_follows_from_a_short_one(schedule, stages_per_rank, monkeypatch):
+def test_every_rank_of_a_long_row_follows_from_a_short_one(schedule, stages_per_rank):
     plan = layout(schedule, ranks=3, num_micro_batches=12, stages_per_rank=stages_per_rank)
-    assert_short_rows_say_what_whole_ones_do(plan, range(3), monkeypatch)
+    assert_short_rows_say_what_whole_ones_do(plan, range(3))
 
 
 STATES = {
@@ -80,12 +92,12 @@ STATES = {
     ("schedule", "stages_per_rank"),
     [(Schedule.ONE_F_ONE_B, 1), (Schedule.ZERO_BUBBLE, 1), (Schedule.DUALPIPEV, 2)],
 )
-def test_what_states_move_and_hold_follows(schedule, stages_per_rank, states, monkeypatch):
+def test_what_states_move_and_hold_follows(schedule, stages_per_rank, states):
     changes = {"data_parallel": 2, "zero_group": 2, **STATES[states]}
     plan = layout(
         schedule, ranks=2, num_micro_batches=14, stages_per_rank=stages_per_rank, **changes
     )
-    assert_short_rows_say_what_whole_ones_do(plan, range(2), monkeypatch)
+    assert_short_rows_say_what_whole_ones_do(plan, range(2))
 
 
 def test_one_rank_without_a_pipeline_follows_too(monkeypatch):
@@ -98,7 +110,7 @@ def test_one_rank_without_a_pipeline_follows_too(monkeypatch):
         schedule=Schedule.ONE_F_ONE_B,
     )
     assert_short_rows_say_what_whole_ones_do(
-        plan, (0,), monkeypatch, small.llama(num_layers=plan.layers_per_stage[0])
+        plan, (0,), model=small.llama(num_layers=plan.layers_per_stage[0])
     )
 
 
@@ -117,9 +129,9 @@ def test_short_rows_show_every_situation_of_whole_ones(schedule, stages_per_rank
             stages_per_rank=stages_per_rank,
             zero_stage=zero_stage,
         )
-        table, reader = rows_of(plan), RowReader(plan)
+        table = rows_of(plan)
         for place in range(ranks):
-            row = table.actions(place)
+            row, reader = table.actions(place), RowReader(plan, place)
             short = reader.short_row(row)
             assert set(reader.situations(row)) <= set(reader.situations(short))
             kept = {action.micro_batch for action in short}
@@ -130,8 +142,59 @@ def test_hundreds_of_micro_batches_follow_from_a_few():
     plan = layout(Schedule.ZERO_BUBBLE, ranks=32, num_micro_batches=480)
     table = rows_of(plan)
     for place in (0, 15, 31):
-        short = RowReader(plan).short_row(table.actions(place))
+        short = RowReader(plan, place).short_row(table.actions(place))
         assert len({action.micro_batch for action in short}) <= 6
+
+
+def comparable(run):
+    """Return all of a run; the collectives of the micro-batches that were run once of each kind."""
+    collectives = {(m.operation, m.ranks, m.peer, m.num_bytes) for m in run.messages if not m.tag}
+    return *figures(run), collectives
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [(Schedule.ONE_F_ONE_B, 1), (Schedule.ZERO_BUBBLE, 1), (Schedule.ZBV, 2)],
+)
+def test_ranks_of_equal_programs_do_what_the_first_has_shown(schedule, stages_per_rank, zero_stage):
+    plan = layout(
+        schedule,
+        ranks=5,
+        stages_per_rank=stages_per_rank,
+        num_micro_batches=15,
+        data_parallel=2,
+        zero_group=2,
+        zero_stage=zero_stage,
+        tensor_parallel=2,
+    )
+    lowered = lower_graph(small.llama(num_layers=plan.num_stages), small.job(), plan)
+    together = Noting(lowered, small.job(), plan)
+    num_actions = 0
+    for rank in range(0, plan.num_gpus, plan.num_gpus // plan.pipeline_parallel):
+        alone = Noting(lowered, small.job(), plan)
+        assert comparable(together.run(rank)) == comparable(alone.run(rank))
+        num_actions += sum(map(len, alone.rows))
+    assert sum(map(len, together.rows)) < 0.8 * num_actions
+
+
+def test_stages_of_other_layers_are_other_programs():
+    plan = Layout(
+        pipeline_parallel=4,
+        schedule=Schedule.ONE_F_ONE_B,
+        num_micro_batches=4,
+        layers_per_stage=(1, 1, 2, 1),
+        data_parallel=2,
+    )
+    lowered = lower_graph(small.llama(num_layers=5), small.job(), plan)
+    keys = [ProgramKeys(lowered, plan).key(rank) for rank in range(8)]
+    assert len(set(keys)) == len(keys)
+    plan = replace(plan, layers_per_stage=(1, 2, 1, 1))
+    first, *middle, last = (ProgramKeys(lowered, plan).key(rank) for rank in (0, 2, 4, 6))
+    assert len({first, *middle, last}) == 4
+    plan = replace(plan, layers_per_stage=(2, 1, 1, 1))
+    first, *middle, last = (ProgramKeys(lowered, plan).key(rank) for rank in (0, 2, 4, 6))
+    assert len({first, *middle, last}) == 3
 
 
 def part(**changes):
