@@ -26,10 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runtime import buckets
+from runtime.ops import grouped  # noqa: F401  (registers its operators)
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
+_GROUPED_ROWS = torch.ops.meshwright.grouped_rows.default
+_GROUPED_OUTER = torch.ops.meshwright.grouped_outer.default
 ALLOCATION_BLOCK = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
 
 
@@ -148,7 +151,7 @@ def _blocks(num_bytes: int) -> int:
 
 
 def _product(a: Tensor, b: Tensor) -> int:
-    """[..., m, k] @ [..., k, n]."""
+    """[..., m, k] @ [..., k, n]; runs of rows by matrices of their own; rows^T @ rows, by runs."""
     return 2 * a.numel() * b.shape[-1]
 
 
@@ -172,6 +175,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.bmm.default: _product,
     _aten.addmm.default: lambda bias, a, b, *_: _product(a, b),  # noqa: ARG005
     _aten.baddbmm.default: lambda bias, a, b, *_: _product(a, b),  # noqa: ARG005
+    _GROUPED_ROWS: lambda x, matrices, *_: _product(x, matrices),
+    _GROUPED_OUTER: lambda left, right, *_: _product(left, right),
     _FLASH: _flash,
     _FLASH_BACKWARD: _flash_backward,
 }

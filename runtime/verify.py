@@ -8,7 +8,7 @@ in the same order at both ends.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.counts import count_rank
@@ -98,25 +98,31 @@ class VerifyReport:
         }
 
 
-def verify(plan: Plan, module: str | None = None) -> VerifyReport:
+def verify(
+    plan: Plan, module: str | None = None, *, progress: Callable[[str], None] | None = None
+) -> VerifyReport:
     """Dry-run every role of a plan.
 
     Args:
         plan: What to run.
         module: `package.module:function` where the plan is of a traced module.
+        progress: Is told in words what comes next.
 
     Raises:
         ValueError: The plan cannot be lowered: an unknown architecture, degrees that do not divide.
 
     """
-    layout = plan.layout
+    layout, tell = plan.layout, progress or _keep_silent
+    tell(f"lowering {plan.model.name}")
     lowered = lowered_plan(plan, module_of_plan(plan, module))
     # A dry run gives all experts equal shares; the estimate's margin for uneven ones is left out.
     job = replace(plan.job, switches=replace(plan.job.switches, balanced_routing=True))
     memory = estimate_memory(plan.model, job, plan.cluster, layout)
     roles, runs = [], []
     dry = DryRuns(lowered, plan.job, layout)
-    for role in rank_roles(plan.model, plan.job, layout):
+    all_roles = rank_roles(plan.model, plan.job, layout)
+    for number, role in enumerate(all_roles, 1):
+        tell(f"role {number} of {len(all_roles)}: rank {role.ranks[0]}")
         place = role.stage_rank
         run = dry.run(role.ranks[0])
         counts = count_rank(plan.model, plan.job, layout, place)
@@ -134,6 +140,10 @@ def verify(plan: Plan, module: str | None = None) -> VerifyReport:
         disagreements=(*disagreements(runs), *crossed_messages(rows_of(layout))),
         warnings=lowered.meta["warnings"],
     )
+
+
+def _keep_silent(words: str) -> None:
+    del words
 
 
 def bytes_by_axis(run: RankRun) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """`planner verify`: dry-run every rank role of a plan and compare it with the plan's estimate."""
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,9 @@ def run(arguments: Namespace) -> int:
     except IllegalPlanError as error:
         raise NoAnswerError(str(error)) from error
     runtime = runtime_module("runtime.verify", "verify")
-    report: VerifyReport = runtime.verify(plan, arguments.module)
+    report: VerifyReport = runtime.verify(
+        plan, arguments.module, progress=lambda words: print(words, file=sys.stderr, flush=True)
+    )
     if arguments.json:
         print(json.dumps(report.to_json()))
     else:

@@ -4,7 +4,8 @@
 
 One node of autograd whatever the runs' lengths, so that ranks whose experts get no rows save and
 recompute the same tensors as the others. On CUDA in bf16 torch's grouped kernel does it in one
-launch; elsewhere it is one product per expert, written in place.
+launch; elsewhere it is one product per expert, written in place, within one operator: hundreds of
+experts are hundreds of products, but one line of a dry run.
 
 Shapes: N rows, K features in, M out, E experts.
 """
@@ -18,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
 from torch import Tensor
+from torch.library import custom_op
 
 _ALIGNED = 8  # bf16 elements of 16 bytes: torch's grouped kernel asks it of every row
 
@@ -49,20 +51,43 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, counts: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.counts = counts
-        out = x.new_empty((x.shape[0], weights.shape[1]))
-        for expert, (begin, end) in _runs(counts):
-            torch.mm(x[begin:end], weights[expert].t(), out=out[begin:end])
+        out: Tensor = grouped_rows(x, weights.transpose(-2, -1), counts)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weights = ctx.saved_tensors
-        of_x, of_weights = torch.empty_like(x), torch.zeros_like(weights)
-        for expert, (begin, end) in _runs(ctx.counts):
-            rows = gradient[begin:end]
-            torch.mm(rows, weights[expert], out=of_x[begin:end])
-            torch.mm(rows.t(), x[begin:end], out=of_weights[expert])
-        return of_x, of_weights, None
+        of_x = grouped_rows(gradient, weights, ctx.counts)
+        return of_x, grouped_outer(gradient, x, ctx.counts), None
+
+
+@custom_op("meshwright::grouped_rows", mutates_args=())
+def grouped_rows(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return [N, M]: each run of rows of x [N, K] times its own of the matrices [E, K, M]."""
+    out = x.new_empty((x.shape[0], matrices.shape[2]))
+    for expert, (begin, end) in _runs(counts):
+        torch.mm(x[begin:end], matrices[expert], out=out[begin:end])
+    return out
+
+
+@grouped_rows.register_fake
+def _(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    del counts
+    return x.new_empty((x.shape[0], matrices.shape[2]))
+
+
+@custom_op("meshwright::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return [E, M, K]: left^T [M, N] times right [N, K] of each run; 0 where a run is empty."""
+    out = left.new_zeros((len(counts), left.shape[1], right.shape[1]))
+    for expert, (begin, end) in _runs(counts):
+        torch.mm(left[begin:end].t(), right[begin:end], out=out[expert])
+    return out
+
+
+@grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
+    return left.new_empty((len(counts), left.shape[1], right.shape[1]))
 
 
 def _runs(counts: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
