@@ -100,7 +100,7 @@ def test_the_report_names_every_role_once():
 
 
 def test_a_correct_plan_of_a_long_pipeline_agrees():
-    """Rows of short steps come from pipelines of three to six ranks, which exchange otherwise."""
+    """Ranks are run with other micro-batches than their neighbours, or not at all."""
     plan_layout = layout(
         pipeline_parallel=4,
         schedule=Schedule.ZERO_BUBBLE,
