@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # no public names whe
 from torch.distributed.rendezvous import rendezvous
 
 from costmodels.layout import Layout
-from runtime.cores import bind_to_cores
+from runtime.cores import bind_to_cores, take_turns
 from runtime.grid import GROUP_AXES, members, partition
 
 if TYPE_CHECKING:
@@ -199,6 +199,7 @@ def join(
         store.set_timeout(timeout)
     # Before gloo starts its threads; launchers other than torchrun may not say how many there are.
     if device.type == "cpu" and num_local:
+        take_turns(num_local)
         bind_to_cores(local_rank, num_local)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
