@@ -8,6 +8,7 @@ fork. `torch.set_num_threads(1)` early is enough.
 """
 
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -119,6 +120,8 @@ def _join_and_work(  # noqa: PLR0917  (bound by position, in one place)
     device_type: str,
 ) -> Result:
     torch.set_num_threads(1)
+    # A collection would write into every object of the caller, and so copy all its memory.
+    gc.freeze()
     # On fd 2 itself: a caller may have put something without a descriptor in stderr's place.
     faulthandler.register(signal.SIGUSR1, file=2)
     device = torch.device("cpu")
