@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import TorchFunctionMode
 
 from runtime.blocks import number_blocks
@@ -198,7 +199,8 @@ def _with_attributes(
         copies[node] = graph.node_copy(node, lambda old: copies[old])
         copies[node].meta = {"val": node.meta.get("val"), "module": _module_path(node)}
     _unwrap_output(graph)
-    captured = GraphModule(attributes, graph, class_name="Captured")
+    # Passes rewrite it a dozen times, and few callers ever run the whole: code comes with a call.
+    captured = _LazyGraphModule(attributes, graph, class_name="Captured")
     captured.graph.eliminate_dead_code()
     captured.recompile()
     return captured

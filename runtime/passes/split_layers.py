@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from runtime.blocks import container_of, layer_of
 from runtime.passes.pipeline import LoweringContext
@@ -158,7 +159,7 @@ class _Top:
             else:
                 units.append(module)
         root.add_module("units", units)
-        top = GraphModule(root, self.graph, class_name="Lowered")
+        top = _LazyGraphModule(root, self.graph, class_name="Lowered")
         top.meta = dict(self.source.meta)
         return top
 
@@ -191,7 +192,7 @@ class _Top:
             for node in part.nodes
             if node.op == "get_attr"
         }
-        self.modules[name] = GraphModule(attributes, part, class_name=class_name)
+        self.modules[name] = _LazyGraphModule(attributes, part, class_name=class_name)
         call = self.graph.create_node(
             "call_module", name, tuple(self.values[node] for node in inputs)
         )
