@@ -121,6 +121,12 @@ def initial(name, shape, dtype=torch.float64):
 
 
 @cache
+def shared_values(name, shape, dtype):
+    """Return `initial`'s values to read only: the ranks of a launch share what was made before."""
+    return initial(name, shape, dtype)
+
+
+@cache
 def global_batch(vocab_size):
     """One step's sequences; ignored labels lie unevenly, one sequence is ignored whole."""
     generator = torch.Generator().manual_seed(11)
@@ -209,7 +215,7 @@ def sgd_truth(name):
     """Return what one process computes in each SGD step, from the values that ranks start from."""
     module, named = build_reference(name, torch.float64)
     for key, parameter in named.items():
-        parameter.data = initial(key, parameter.shape, dtype_of(name)).double()
+        parameter.data.copy_(shared_values(key, parameter.shape, dtype_of(name)))
     truths = []
     for _ in range(STEPS):
         loss = reference_loss(module, ALL[name].vocab_size)
@@ -241,7 +247,7 @@ def start(world, graph, layout, dtype=torch.float32):
         program,
         mesh,
         Precisions(gradients=dtype, master=dtype),
-        initialise=lambda shard: initial(shard.name, shard.global_shape, dtype),
+        initialise=lambda shard: shared_values(shard.name, shard.global_shape, dtype),
     )
     return mesh, states, Executor(program, mesh, states), program
 
@@ -251,7 +257,7 @@ def sgd_errors(world, name, graph, layout):
     mesh, states, executor, _ = start(world, graph, layout, dtype_of(name))
     worst_of = {"loss": 0.0, "gradient": 0.0, "update": 0.0}
     before = {
-        key: initial(key, w.shape, dtype_of(name)).double()
+        key: shared_values(key, w.shape, dtype_of(name)).double()
         for key, w in sgd_truth(name)[0].weights.items()
     }
     for truth in sgd_truth(name):
