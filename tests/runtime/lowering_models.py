@@ -1,13 +1,17 @@
 """Small models that hide nothing: grouped heads, odd vocabulary, biases and norms that matter."""
 
+import copy
 import inspect
+from functools import cache
 
 import torch
 from torch.nn import functional
 
 from costmodels.job import Precision, TrainingJob
 from costmodels.model import ModelSpec
+from runtime.capture import capture
 from runtime.grid import GROUP_AXES
+from runtime.lower import compute_dtype, lower_captured
 from runtime.mesh import Group, Mesh
 from runtime.models import build_model
 
@@ -109,6 +113,17 @@ def reference(model, values, data):
 
 def plain_model(spec):
     return build_model(spec, seq_len=SEQ, device="cpu")
+
+
+@cache
+def _captured(spec, seq_len, dtype):
+    return capture(build_model(spec, seq_len=seq_len, dtype=dtype), dtype=dtype)
+
+
+def lowered(spec, job, layout, **options):
+    """Do what `lower_graph` does, but trace each model once for all its layouts: seconds each."""
+    captured = copy.deepcopy(_captured(spec, job.seq_len, compute_dtype(job)))
+    return lower_captured(captured, job, layout, **options)
 
 
 def lone_mesh(layout, place=None):

@@ -16,7 +16,7 @@ from runtime.context import context_share
 from runtime.data import share_of
 from runtime.executor import Executor
 from runtime.launch import run_ranks
-from runtime.lower import lower_graph, program_of
+from runtime.lower import program_of
 from runtime.models.feed_forward import RoutedFeedForward
 from runtime.ops.capacity import capacity_of
 from runtime.zero import Precisions, ShardedStates
@@ -151,7 +151,7 @@ def test_every_layout_drops_what_a_loop_over_tokens_drops():
     cases = []
     for facts in LAYOUTS:
         layout = layout_of(facts)
-        lowered = lower_graph(SPEC, small.job(), layout, capacity_factor=FACTOR)
+        lowered = small.lowered(SPEC, small.job(), layout, capacity_factor=FACTOR)
         cases.append((lowered, layout, values, data, gradients))
 
     def work(world):
@@ -170,7 +170,7 @@ def test_a_limit_that_no_expert_reaches_drops_nothing():
     layout = layout_of({})
     losses, shares = [], []
     for factor in (0.0, 100.0):
-        lowered = lower_graph(SPEC, small.job(), layout, capacity_factor=factor)
+        lowered = small.lowered(SPEC, small.job(), layout, capacity_factor=factor)
         case = (lowered, layout, values, data, values)  # gradients are not looked at
         ((loss, _, share, _),) = run_ranks(lambda world, case=case: run_of(world, case), 1)
         losses.append(loss)

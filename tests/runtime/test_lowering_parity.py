@@ -9,7 +9,7 @@ import torch
 from costmodels.layout import Layout, Recompute
 from runtime.first_values import materialise
 from runtime.launch import run_ranks
-from runtime.lower import lower, lower_graph, program_of
+from runtime.lower import lower, program_of
 
 TOLERANCE = 1e-5
 
@@ -69,7 +69,7 @@ def tensor_parallel_cases(degree):
                 sequence_parallel=sequence_parallel,
                 layers_per_stage=(small.NUM_LAYERS,),
             )
-            yield spec, layout, lower_graph(spec, small.job(), layout)
+            yield spec, layout, small.lowered(spec, small.job(), layout)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

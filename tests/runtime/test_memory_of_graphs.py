@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import lowering_models as small
 import pytest
 
 from costmodels.hardware import make_cluster
@@ -11,7 +12,6 @@ from costmodels.memory import estimate_memory
 from costmodels.profile_toml import read_profile
 from planner.presets import read_model
 from runtime.dry_run import dry_run
-from runtime.lower import lower_graph
 
 LLAMA = replace(read_model("llama-3.1-8b"), num_layers=4)
 SMALL = replace(read_model("llama-3.2-1b"), num_layers=4)  # tied embeddings
@@ -120,7 +120,7 @@ def test_live_peak_of_every_pipeline_rank_is_within_five_percent(case):
     job = TrainingJob(seq_len=1024, global_batch_size=layout.global_batch_size, **options)
     cluster = make_cluster(read_profile("h100-sxm-80gb"), layout.num_gpus, 4)
     memory = estimate_memory(model, job, cluster, layout)
-    lowered = lower_graph(model, job, layout)
+    lowered = small.lowered(model, job, layout)
     for place, parts in enumerate(memory.per_rank):
         rank = place * layout.num_gpus // layout.pipeline_parallel
         graph = dry_run(lowered, job, layout, rank).peak

@@ -8,7 +8,6 @@ import pytest
 from costmodels.layout import ContextParallelType, Layout, Recompute
 from costmodels.model import MixtureOfExperts
 from runtime.dry_run import dry_run
-from runtime.lower import lower_graph
 from runtime.rank_roles import rank_roles
 
 EXPERTS = MixtureOfExperts(num_experts=4, experts_per_token=2, ffn_hidden_size=24)
@@ -66,7 +65,7 @@ def test_ranks_with_fewer_real_columns_of_the_vocabulary_are_a_role():
 )
 def test_every_rank_runs_as_the_first_of_its_role(model, layout):
     """Without ZeRO, whose pieces of a state hold other numbers of small tensors."""
-    lowered = lower_graph(model, small.job(), layout)
+    lowered = small.lowered(model, small.job(), layout)
     for role in rank_roles(model, small.job(), layout):
         first, last = (dry_run(lowered, small.job(), layout, role.ranks[at]) for at in (0, -1))
         assert (last.flops, last.num_bytes) == (first.flops, first.num_bytes)

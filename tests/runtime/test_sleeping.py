@@ -15,7 +15,7 @@ from runtime import sleeping
 from runtime.executor import Executor
 from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
-from runtime.lower import lower_graph, program_of
+from runtime.lower import program_of
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
 from runtime.rests import Rests, rests_of
 from runtime.sleeping import Sleeper, SleepingUpdate, put_to_sleep
@@ -75,7 +75,7 @@ def test_lateness_beyond_a_whole_sleep_is_made_up_for_later(monkeypatch):
 
 
 def asleep(mesh, shape, rests, lowered=None):
-    lowered = lowered or lower_graph(MODEL, JOB, shape)
+    lowered = lowered or small.lowered(MODEL, JOB, shape)
     program = program_of(lowered, shape, mesh)
     put_to_sleep(program, rests)
     values = normal_initialiser(0, MODEL.num_layers, torch.device("cpu"))
@@ -161,7 +161,7 @@ def messages(world, shape, lowered, *, sleeps):
 
 
 def test_a_sleeping_program_sends_what_the_real_one_sends():
-    graphs = [lower_graph(MODEL, JOB, shape) for shape in LAYOUTS]
+    graphs = [small.lowered(MODEL, JOB, shape) for shape in LAYOUTS]
 
     def work(world):
         return [

@@ -8,7 +8,6 @@ from parity_cases import TOLERANCE, lowered, own_batches, sgd_truth, start
 
 from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule
 from runtime.launch import run_ranks
-from runtime.lower import lower_graph
 from runtime.ops.attention import fused_attention
 from runtime.ops.gathered_attention import gathered_attention, recomputed_gathered_attention
 from runtime.ops.ring_attention import recomputed_ring_attention, ring_attention
@@ -31,7 +30,7 @@ def layout(**changes):
 def lowered_targets(model="llama", *, flash_attention=True, **changes):
     plan = Layout(layers_per_stage=(small.NUM_LAYERS,), context_parallel=2, **changes)
     job = small.job(flash_attention=flash_attention)
-    graph = lower_graph(small.MODELS[model], job, plan)
+    graph = small.lowered(small.MODELS[model], job, plan)
     return [node.target for node in all_nodes(graph) if node.op == "call_function"]
 
 
@@ -59,7 +58,7 @@ def test_ulysses_exchanges_queries_keys_and_values_before_attention_and_the_outp
 
 def test_one_context_rank_changes_nothing():
     targets = lowered_targets(context_parallel_type=RING)
-    plain = lower_graph(
+    plain = small.lowered(
         small.MODELS["llama"], small.job(), Layout(layers_per_stage=(small.NUM_LAYERS,))
     )
     unchanged = [node.target for node in all_nodes(plain) if node.op == "call_function"]

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from itertools import groupby
 
+import lowering_models as small
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from runtime.executor import Executor
 from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
-from runtime.lower import lower_graph, program_of
+from runtime.lower import program_of
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
 from runtime.pending import Pending
 from runtime.predicted_actions import predicted_actions
@@ -63,7 +64,7 @@ def plan_of(layout):
 def traced_run(folder):
     """Run a step that is traced, on four ranks, and return the trace."""
     plan = plan_of(LAYOUT)
-    lowered = lower_graph(MODEL, plan.job, LAYOUT)
+    lowered = small.lowered(MODEL, plan.job, LAYOUT)
     predicted = predicted_actions(plan)
 
     def train(world):
@@ -156,7 +157,7 @@ def gathers_of_a_step(world, layout):
     job = plan_of(layout).job
     trace = Trace(world.device, first_step=STEP, num_steps=2)
     mesh = observed(world.mesh(layout), trace)
-    program = program_of(lower_graph(MODEL, job, layout), layout, mesh)
+    program = program_of(small.lowered(MODEL, job, layout), layout, mesh)
     values = normal_initialiser(0, MODEL.num_layers, world.device)
     states = ShardedStates(program, mesh, precisions(job), initialise=values, bucket_bytes=0)
     executor = Executor(program, mesh, states, trace=trace)

@@ -13,7 +13,7 @@ from costmodels.profile_toml import read_profile
 from costmodels.schedule import PipelineShape, shape_refusals, table_from_strings
 from planner.plan import Plan, SolverStatus
 from runtime import dry_run as dry
-from runtime.lower import lower_graph, rows_of
+from runtime.lower import rows_of
 from runtime.trackers import Message
 from runtime.verify import (
     Pair,
@@ -65,7 +65,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("model", ["qwen3", "gpt2"])
 def test_flops_and_bytes_equal_the_counts_exactly(model, name):
     spec, plan_layout, job = small.MODELS[model], LAYOUTS[name], small.job()
-    lowered = lower_graph(spec, job, plan_layout)
+    lowered = small.lowered(spec, job, plan_layout)
     for place in range(plan_layout.pipeline_parallel):
         first = place * plan_layout.num_gpus // plan_layout.pipeline_parallel
         run = dry.dry_run(lowered, job, plan_layout, first)

@@ -6,7 +6,6 @@ import pytest
 from costmodels.counts import count_rank
 from costmodels.layout import ContextParallelType, Layout, Recompute
 from runtime import dry_run as dry
-from runtime.lower import lower_graph
 from runtime.trackers import Message
 from runtime.verify import bytes_by_axis, disagreements
 
@@ -28,7 +27,7 @@ def layout(kind, **changes):
 
 def run_and_count(model, plan):
     spec, job = small.MODELS[model], small.job()
-    lowered = lower_graph(spec, job, plan)
+    lowered = small.lowered(spec, job, plan)
     for place in range(plan.pipeline_parallel):
         first = place * plan.num_gpus // plan.pipeline_parallel
         yield dry.dry_run(lowered, job, plan, first), count_rank(spec, job, plan, place)
@@ -49,7 +48,7 @@ def test_flops_and_bytes_of_split_sequences_equal_the_counts(kind, name):
 def test_every_context_rank_computes_and_sends_the_same():
     for kind in ContextParallelType:
         plan = layout(kind, context_parallel=4)
-        lowered = lower_graph(small.MODELS["llama"], small.job(), plan)
+        lowered = small.lowered(small.MODELS["llama"], small.job(), plan)
         runs = [dry.dry_run(lowered, small.job(), plan, rank) for rank in range(4)]
         assert len({run.flops for run in runs}) == 1
         assert len({tuple(sorted(run.num_bytes.items())) for run in runs}) == 1

@@ -7,7 +7,6 @@ from costmodels.counts import count_rank
 from costmodels.layout import Layout, Recompute
 from costmodels.model import LatentAttention, MixtureOfExperts
 from runtime import dry_run as dry
-from runtime.lower import lower_graph
 from runtime.verify import bytes_by_axis
 
 pytestmark = pytest.mark.matrix  # 64 dry runs take minutes
@@ -75,7 +74,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_flops_and_bytes_of_experts_equal_the_counts_exactly(model, name):
     spec, plan_layout, job = MODELS[model], LAYOUTS[name], small.job()
-    lowered = lower_graph(spec, job, plan_layout)
+    lowered = small.lowered(spec, job, plan_layout)
     for place in range(plan_layout.pipeline_parallel):
         first = place * plan_layout.num_gpus // plan_layout.pipeline_parallel
         run = dry.dry_run(lowered, job, plan_layout, first)

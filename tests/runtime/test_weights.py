@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import lowering_models as small
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from runtime.checkpoint_folders import step_name
 from runtime.checkpoints import Checkpoints, RunRecord, Samples
 from runtime.executor import Executor
 from runtime.launch import run_ranks
-from runtime.lower import lower_graph, program_of
+from runtime.lower import program_of
 from runtime.models.same import differences
 from runtime.optimizer import OptimizerSettings, ShardedOptimizer
 from runtime.sharded_state import buffers_of
@@ -214,7 +215,7 @@ def batches(plan, mesh):
 def load_and_save(folder, plan, output, spec=None):
     """Load a folder under a plan, run a step without training, save; return the loss."""
     spec = spec or spec_of(folder)
-    graph = lower_graph(spec, JOB, plan)
+    graph = small.lowered(spec, JOB, plan)
 
     def work(world):
         held = Holder(world, spec, graph, plan, output)
