@@ -161,8 +161,8 @@ class RowReader:
                 situation = situation._replace(
                     is_first=key not in ran,
                     is_last=last[key] == place,
-                    before=before and before.kind,
-                    half=half and half.kind,
+                    before=None if before is None else before.kind,
+                    half=None if half is None else half.kind,
                 )
                 ran.add(key)
                 computed[action.stage] = action
