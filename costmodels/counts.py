@@ -20,7 +20,8 @@ from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
 from costmodels.ops import Attention, Block, Collective, Gemm, not_made_again
 from costmodels.shard import Shard, shard_of
-from costmodels.state_counts import layers_of_stage, state_bytes
+from costmodels.state_buckets import layers_of_stage
+from costmodels.state_counts import state_bytes
 from costmodels.workload import Workload, build_workload
 
 

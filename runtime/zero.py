@@ -9,7 +9,7 @@ order on all ranks.
 import torch
 from torch import Tensor
 
-from costmodels.units import MIB
+from costmodels.state_buckets import BUCKET_BYTES
 from runtime import collectives
 from runtime.buckets import Bucket
 from runtime.first_values import Initialiser, move_buffers, own_piece
@@ -20,11 +20,6 @@ from runtime.split_backward import Half
 from runtime.stage_states import StageStates
 
 __all__ = ["Precisions", "ShardedStates"]
-
-# Large enough that a link's latency does not show, small enough to hide behind a layer's backward.
-# Chosen; DDP's default is 25 MiB.
-BUCKET_BYTES = 32 * MIB
-
 
 NORM_ROW = 65_536  # chosen: elements whose squares are added one by one
 

@@ -87,10 +87,10 @@ class Loop(torch.nn.Module):
 
 
 def by_loops(values, data):
-    """Return loss, gradients and dropped share of the whole batch in one process."""
-    model, counts = small.plain_model(SPEC), [0, 0]
+    """Return loss, gradients and dropped share of the whole batch in one process, in fp64."""
+    model, counts = small.plain_model(SPEC).double(), [0, 0]
     for name, parameter in model.named_parameters():
-        parameter.data = values[name].clone()
+        parameter.data = values[name].double()
     named = dict(model.named_parameters())
     for path, module in list(model.named_modules()):
         if isinstance(module, RoutedFeedForward):

@@ -40,6 +40,17 @@ LAYOUTS = {
     "zero1": layout(data_parallel=4, zero_stage=1, zero_group=4),
     "zero2-hsdp": layout(data_parallel=4, zero_stage=2, zero_group=2),
     "zero3": layout(data_parallel=4, zero_stage=3, zero_group=4),
+    # Groups that divide few sizes: their buckets are padded.
+    "zero1-of-7": layout(data_parallel=7, zero_stage=1, zero_group=7),
+    "zero2-of-5-tp": layout(data_parallel=5, zero_stage=2, zero_group=5, tensor_parallel=2),
+    "zero3-of-3": layout(data_parallel=3, zero_stage=3, zero_group=3),
+    "zero3-of-7-sp": layout(
+        data_parallel=7, zero_stage=3, zero_group=7, tensor_parallel=2, sequence_parallel=True
+    ),
+    "zero2-hsdp-of-5": layout(data_parallel=10, zero_stage=2, zero_group=5),
+    "zero1-of-5-pp": layout(
+        data_parallel=5, zero_stage=1, zero_group=5, pipeline_parallel=2, layers_per_stage=(2, 2)
+    ),
     "pp-gpipe": layout(pipeline_parallel=2, layers_per_stage=(1, 3), schedule=Schedule.GPIPE),
     "interleaved": layout(
         pipeline_parallel=2,

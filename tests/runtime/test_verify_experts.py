@@ -63,6 +63,8 @@ LAYOUTS = {
     "zero1": layout(data_parallel=4, expert_parallel=2, zero_stage=1),
     "zero2-hsdp": layout(data_parallel=4, expert_parallel=2, zero_stage=2, zero_group=2),
     "zero3": layout(data_parallel=4, expert_parallel=2, zero_stage=3),
+    "zero3-of-6": layout(data_parallel=6, expert_parallel=2, zero_stage=3),
+    "zero1-of-10": layout(data_parallel=10, expert_parallel=2, zero_stage=1),
     "zero3-sp": layout(data_parallel=2, expert_parallel=2, zero_stage=3, **SP),
     "pp": layout(
         data_parallel=2, expert_parallel=2, pipeline_parallel=2, layers_per_stage=(1, 3), **FULL
