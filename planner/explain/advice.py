@@ -110,14 +110,18 @@ def _unfilled(best: Judgement) -> str | None:
         return None
     # (p - 1) / (v m) of ideal time is idle with v stages per rank.
     wanted = ceil((stages - 1) / layout.stages_per_rank / GOOD_BUBBLE)
-    words = (
-        f"{counts} micro-batches do not fill {stages} pipeline ranks: "
-        f"{100 * time.bubble_fraction:.0f} % of the step is bubble"
-    )
+    bubble = f"{100 * time.bubble_fraction:.0f} % of the step is bubble"
     if wanted <= counts:
-        return f"{words} (its stages are not equally heavy)"
+        idle = time.bubble_fraction * time.step_seconds
+        transfers = sum(term.seconds for term in time.terms if term.name == "p2p")
+        waits = transfers > idle / 2  # hidden ones included: none of them is computing
+        cause = "ranks wait for transfers" if waits else "stages are not equally heavy"
+        return f"{bubble}, though micro-batches fill the {stages} pipeline ranks: {cause}"
     batch = wanted * layout.data_parallel * layout.micro_batch_size
-    return f"{words}; a batch of about {batch} sequences would leave {100 * GOOD_BUBBLE:.0f} %"
+    return (
+        f"{counts} micro-batches do not fill {stages} pipeline ranks: {bubble}; a batch of about "
+        f"{batch} sequences would leave {100 * GOOD_BUBBLE:.0f} %"
+    )
 
 
 def _nodes(

@@ -108,6 +108,26 @@ def test_a_pipeline_that_the_batch_does_not_fill_says_which_batch_would():
     assert "140 sequences" in words  # (8 - 1) / 140 = 5 %
 
 
+@pytest.mark.parametrize(
+    ("overrides", "layers", "cause"),
+    [
+        (("links.inter_node.gb_per_s=0.125",), (16, 16), "ranks wait for transfers"),
+        ((), (4, 28), "stages are not equally heavy"),
+    ],
+)
+def test_a_full_pipeline_that_waits_says_for_what(overrides, layers, cause):
+    model, job, cluster = inputs("8b", 2, 256, *overrides, node=1)
+    layout = layout_of(
+        model, job, 2, pipeline_parallel=2, num_micro_batches=256, layers_per_stage=layers
+    )
+    (words,) = (
+        w
+        for w in advice(model, job, cluster, [judge(model, job, cluster, layout)], PLAIN)
+        if "bubble" in w
+    )
+    assert words.endswith(f"though micro-batches fill the 2 pipeline ranks: {cause}")
+
+
 def test_two_nodes_that_are_slower_than_one_say_from_which_bandwidth_they_win():
     slow = "links.inter_node.gb_per_s=0.05"
     model, job, cluster = inputs("60m", 4, 64, slow, node=2)
