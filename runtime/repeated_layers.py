@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from costmodels.model import ModelSpec
 from runtime.blocks import container_of, layer_of
@@ -121,7 +122,7 @@ def _repeated(short: GraphModule, model: nn.Module, sources: tuple[int, ...]) ->
     for node in cut.after:
         copy(node)
     values = {name: value for name, (_, value) in attributes.items()}
-    whole = GraphModule(values, graph, class_name="Captured")
+    whole = _LazyGraphModule(values, graph, class_name="Captured")
     whole.meta.update(short.meta)
     return whole
 

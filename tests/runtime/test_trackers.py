@@ -1,11 +1,14 @@
 """The tracker counts by hand what small operations do, on fake tensors as on real ones."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from runtime import buckets
+from runtime.ops.grouped import grouped_linear
 from runtime.trackers import ALLOCATION_BLOCK, Tracker
 
 MIB_OF_FLOATS = 2**18
@@ -16,6 +19,15 @@ def test_a_linear_layer_and_its_gradients_are_three_products():
     weight = torch.randn(7, 5, requires_grad=True)
     with Tracker().watching() as tracker:
         functional.linear(x, weight).sum().backward()
+    assert tracker.flops == 3 * 2 * 6 * 5 * 7
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_experts_count_the_products_of_their_own_rows(fake):
+    with FakeTensorMode() if fake else nullcontext(), Tracker().watching() as tracker:
+        x = torch.randn(6, 5, requires_grad=True)
+        weights = torch.randn(3, 7, 5, requires_grad=True)
+        grouped_linear(x, weights, (2, 0, 4)).sum().backward()
     assert tracker.flops == 3 * 2 * 6 * 5 * 7
 
 
