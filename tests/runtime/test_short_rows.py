@@ -210,11 +210,13 @@ def test_a_situation_that_does_two_things_is_seen():
     kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
     row = [Action(0, kind, micro_batch) for micro_batch in range(4) for kind in kinds]
     same = [part(flops=1) for _ in row]
-    assert len(RowReader(plan).by_situation(row, same)) == len(
-        {(k, f) for k in kinds for f in "aml"}
-    )
+    reader = RowReader(plan, 0)
+    shown = reader.by_situation(row, same, {})
+    assert len(shown) == len(kinds) * len(("first", "between", "last"))
     other = [*same[:4], part(flops=2), *same[5:]]  # the forward of micro-batch 2
-    assert RowReader(plan).by_situation(row, other) is None
+    assert reader.by_situation(row, other, {}) is None
+    assert reader.by_situation(row, [part(flops=3) for _ in row], shown) is None
+    assert reader.short_row(row, shown) == ()
 
 
 def test_the_peak_of_parts_is_the_highest_moment_of_any():
