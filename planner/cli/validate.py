@@ -22,8 +22,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--leave-out",
         choices=("family", "gpu"),
-        help="refit without each group and predict it; adds leave_out_ columns. Constants of kind "
-        "chosen stay: gemm_efficiency and tail_share of A100 were set on all its runs",
+        help="refit without each group and predict it; adds leave_out_ columns. What is not fitted "
+        "stays: gemm_efficiency and tail_share of A100 were chosen on all its runs",
     )
 
 
