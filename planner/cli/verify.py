@@ -56,18 +56,22 @@ def _lines(report: "VerifyReport") -> list[str]:
 
 
 def _role_lines(role: "RoleReport") -> list[str]:
-    from costmodels.units import GIB
+    from costmodels.units import GIB, MIB
+    from runtime.verify import PEAK_TOLERANCE
 
-    rows = [("FLOPs", role.flops.graph, role.flops.estimate)]
-    rows += [(f"bytes {axis}", pair.graph, pair.estimate) for axis, pair in role.num_bytes]
+    exact = [("FLOPs", role.flops), *((f"bytes {axis}", pair) for axis, pair in role.num_bytes)]
     lines = [
-        f"  {name:<12} {graph:>24,.0f} in the graph, {estimate:>24,.0f} estimated"
-        for name, graph, estimate in rows
+        f"  {name:<12} {pair.graph:>24,.0f} in the graph, {pair.estimate:>24,.0f} estimated"
+        f"{'' if pair.agrees() else '  DIFFER'}"
+        for name, pair in exact
     ]
     peak = role.live_peak
+    size, unit = (GIB, "GiB") if peak.graph >= GIB else (MIB, "MiB")
+    share = 100 * (peak.estimate / peak.graph - 1) if peak.graph else 0.0
     lines.append(
-        f"  {'live peak':<12} {peak.graph / GIB:>20.2f} GiB in the graph, "
-        f"{peak.estimate / GIB:>20.2f} GiB estimated"
+        f"  {'live peak':<12} {peak.graph / size:>20.2f} {unit} in the graph, "
+        f"{peak.estimate / size:>20.2f} {unit} estimated ({share:+.1f} %)"
+        f"{'' if peak.agrees(PEAK_TOLERANCE) else '  DIFFER'}"
     )
     return lines
 
