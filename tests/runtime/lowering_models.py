@@ -9,11 +9,11 @@ from torch.nn import functional
 
 from costmodels.job import Precision, TrainingJob
 from costmodels.model import ModelSpec
-from runtime.capture import capture
 from runtime.grid import GROUP_AXES
 from runtime.lower import compute_dtype, lower_captured
 from runtime.mesh import Group, Mesh
 from runtime.models import build_model
+from runtime.repeated_layers import capture_model
 
 SEQ = 16
 NUM_LAYERS = 4
@@ -117,7 +117,7 @@ def plain_model(spec):
 
 @cache
 def _captured(spec, seq_len, dtype):
-    return capture(build_model(spec, seq_len=seq_len, dtype=dtype), dtype=dtype)
+    return capture_model(spec, seq_len=seq_len, dtype=dtype)
 
 
 def lowered(spec, job, layout, **options):

@@ -11,7 +11,6 @@ from torch.nn import functional
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
-from runtime.capture import capture
 from runtime.context import context_share
 from runtime.data import share_of
 from runtime.executor import Executor
@@ -21,6 +20,7 @@ from runtime.models import build_model
 from runtime.models.feed_forward import RoutedFeedForward
 from runtime.ops.routing import Routing, choose
 from runtime.program import IGNORED_LABEL
+from runtime.repeated_layers import capture_model
 from runtime.zero import Precisions, ShardedStates
 
 TOLERANCE = 1e-5
@@ -229,8 +229,7 @@ def sgd_truth(name):
 
 @cache
 def _captured(name, dtype):
-    module = build_model(ALL[name], seq_len=SEQ_LEN, dtype=dtype)
-    return capture(module, dtype=dtype)
+    return capture_model(ALL[name], seq_len=SEQ_LEN, dtype=dtype)
 
 
 def lowered(name, layout, dtype=None):
