@@ -8,7 +8,7 @@ import pytest
 from costmodels.layout import Layout, Offload, Recompute, Schedule
 from costmodels.schedule import Action, ActionKind, PipelineShape, shape_refusals
 from runtime.dry_run import DryRuns
-from runtime.lower import lower_graph, rows_of
+from runtime.lower import rows_of
 from runtime.same_programs import ProgramKeys
 from runtime.short_rows import Figures, RowReader, added
 
@@ -49,7 +49,7 @@ class Whole(DryRuns):
 
 
 def assert_short_rows_say_what_whole_ones_do(plan, places, *, model=None):
-    lowered = lower_graph(model or small.llama(num_layers=plan.num_stages), small.job(), plan)
+    lowered = small.lowered(model or small.llama(num_layers=plan.num_stages), small.job(), plan)
     for place in places:
         rank = place * plan.num_gpus // plan.pipeline_parallel
         short = Noting(lowered, small.job(), plan)
@@ -172,7 +172,7 @@ def test_ranks_of_equal_programs_do_what_the_first_has_shown(schedule, stages_pe
         zero_stage=zero_stage,
         tensor_parallel=2,
     )
-    lowered = lower_graph(small.llama(num_layers=plan.num_stages), small.job(), plan)
+    lowered = small.lowered(small.llama(num_layers=plan.num_stages), small.job(), plan)
     together = Noting(lowered, small.job(), plan)
     num_actions = 0
     for rank in range(0, plan.num_gpus, plan.num_gpus // plan.pipeline_parallel):
@@ -190,7 +190,7 @@ def test_stages_of_other_layers_are_other_programs():
         layers_per_stage=(1, 1, 2, 1),
         data_parallel=2,
     )
-    lowered = lower_graph(small.llama(num_layers=5), small.job(), plan)
+    lowered = small.lowered(small.llama(num_layers=5), small.job(), plan)
     keys = [ProgramKeys(lowered, plan).key(rank) for rank in range(8)]
     assert len(set(keys)) == len(keys)
     plan = replace(plan, layers_per_stage=(1, 2, 1, 1))
