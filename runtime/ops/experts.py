@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from runtime import collectives
 from runtime.mesh import Mesh
@@ -140,7 +139,7 @@ def _visit(rows: Tensor, gate_up: Tensor, down: Tensor, traffic: Traffic, mesh: 
 # The operator of captured graphs.
 
 
-@custom_op("meshwright::experts", mutates_args=())
+@library.custom_op("meshwright::experts", mutates_args=())
 def whole_experts(
     x: Tensor,
     router: Tensor,

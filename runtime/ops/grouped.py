@@ -18,8 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 _ALIGNED = 8  # bf16 elements of 16 bytes: torch's grouped kernel asks it of every row
 
@@ -61,7 +60,7 @@ class _GroupedLinear(torch.autograd.Function):
         return of_x, grouped_outer(gradient, x, ctx.counts), None
 
 
-@custom_op("meshwright::grouped_rows", mutates_args=())
+@library.custom_op("meshwright::grouped_rows", mutates_args=())
 def grouped_rows(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
     """Return [N, M]: each run of rows of x [N, K] times its own of the matrices [E, K, M]."""
     out = x.new_empty((x.shape[0], matrices.shape[2]))
@@ -76,7 +75,7 @@ def _(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
     return x.new_empty((x.shape[0], matrices.shape[2]))
 
 
-@custom_op("meshwright::grouped_outer", mutates_args=())
+@library.custom_op("meshwright::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
     """Return [E, M, K]: left^T [M, N] times right [N, K] of each run; 0 where a run is empty."""
     out = left.new_zeros((len(counts), left.shape[1], right.shape[1]))

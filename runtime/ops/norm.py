@@ -17,8 +17,7 @@ Source: Zhang and Sennrich, arXiv:1910.07467, equation 4.
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 
 def _normalised(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -43,8 +42,8 @@ def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tu
     return of_input.to(x.dtype), of_weight.to(weight.dtype)
 
 
-_forward = custom_op("meshwright::rms_norm", _normalised, mutates_args=())
-_backward = custom_op("meshwright::rms_norm_backward", _gradients, mutates_args=())
+_forward = library.custom_op("meshwright::rms_norm", _normalised, mutates_args=())
+_backward = library.custom_op("meshwright::rms_norm_backward", _gradients, mutates_args=())
 
 
 @_forward.register_fake
