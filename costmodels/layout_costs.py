@@ -170,7 +170,7 @@ def layout_costs(
     pricing = Pricing(
         rates=rates,
         overlap=overlap_of(job),
-        placement=placement.take(first),
+        placement=take_rows(placement, first, len(table)),
         shard=shard,
         num_rows=len(first),
         recompute_modules=module_shares(job, recompute_modules),

@@ -12,7 +12,7 @@ data) multiply. The network bandwidth of a profile is per GPU, so groups that cr
 same time do not share a port; ranks of one group in a domain pool theirs.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,10 +32,6 @@ class Tiers:
     def ranks(self) -> IntColumn:
         """Ranks of a group."""
         return self.inner * self.outer
-
-    def take(self, rows: IntColumn) -> "Tiers":
-        """Return the tiers of some rows."""
-        return Tiers(inner=self.inner[rows], outer=self.outer[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +60,6 @@ class Placement:
     expert_tensor: Tiers
     expert_data: Tiers
     pipeline: Tiers
-
-    def take(self, rows: IntColumn) -> "Placement":
-        """Return the placement of some rows."""
-        return Placement(**{f.name: getattr(self, f.name).take(rows) for f in fields(self)})
 
 
 _SIZE_COLUMNS = {

@@ -114,7 +114,7 @@ def _unfilled(best: Judgement) -> str | None:
     if wanted <= counts:
         idle = time.bubble_fraction * time.step_seconds
         transfers = sum(term.seconds for term in time.terms if term.name == "p2p")
-        waits = transfers > idle / 2  # hidden ones included: none of them is computing
+        waits = transfers > idle / 2  # also those that other work hides: each holds up a chain
         cause = "ranks wait for transfers" if waits else "stages are not equally heavy"
         return f"{bubble}, though micro-batches fill the {stages} pipeline ranks: {cause}"
     batch = wanted * layout.data_parallel * layout.micro_batch_size

@@ -8,11 +8,12 @@ from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule, split_layers
 from costmodels.model import ModelSpec
+from costmodels.schedule import PipelineShape, shape_refusals
 from planner.constraints import Constraints
 from planner.rules import Violation, violations
 
-_NEEDS_NO_PIPELINE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
-_TWO_STAGES_PER_RANK = (Schedule.INTERLEAVED, Schedule.ZBV, Schedule.DUALPIPEV)
+_SMALL_SHAPES = ((1, 1), (2, 1), (2, 2))  # ranks, stages per rank: one of them suits any schedule
+_FILLED = 4  # micro-batches that fill each of them
 
 
 def broken_by_all(
@@ -30,9 +31,9 @@ def _plain_layout(
         return values[0] if values else otherwise
 
     schedule = constraints.schedule[0] if constraints.schedule else None
-    fewest = 1 if schedule in (None, *_NEEDS_NO_PIPELINE) else 2
+    fewest, fewest_per_rank = _smallest_shape(schedule or Schedule.ONE_F_ONE_B)
     stages = first(constraints.pipeline_parallel, fewest)
-    per_rank = first(constraints.stages_per_rank, 2 if schedule in _TWO_STAGES_PER_RANK else 1)
+    per_rank = first(constraints.stages_per_rank, fewest_per_rank)
     tensor, context = first(constraints.tensor_parallel), first(constraints.context_parallel)
     data = first(constraints.data_parallel, max(1, cluster.num_gpus // (tensor * stages * context)))
     batch = first(constraints.micro_batch_size)
@@ -64,4 +65,20 @@ def _plain_layout(
         ),
         offload=constraints.offload[0] if constraints.offload else (),
         layers_per_stage=split,
+    )
+
+
+def _smallest_shape(schedule: Schedule) -> tuple[int, int]:
+    """Return the fewest ranks and stages per rank that a schedule runs on."""
+    return next(
+        (ranks, stages)
+        for ranks, stages in _SMALL_SHAPES
+        if not shape_refusals(
+            PipelineShape(
+                schedule=schedule,
+                pipeline_parallel=ranks,
+                stages_per_rank=stages,
+                num_micro_batches=_FILLED,
+            )
+        )
     )
