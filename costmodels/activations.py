@@ -21,7 +21,7 @@ Column = NDArray[np.float64]
 
 # Kept per attention score. A fused softmax keeps its 16-bit output; a softmax of torch keeps an
 # fp32 one and its 16-bit cast for the product with the values.
-SCORE_BYTES = {"flash-1": 0, "flash-2": 0, "flash-3": 0, "fused-softmax": 2, "torch-softmax": 6}
+SCORE_BYTES = {"flash-1": 0, "flash-2": 0, "fused-softmax": 2, "torch-softmax": 6}
 # Gradients of probabilities and of scores, alive at once in backward: both in 16 bits, or in fp32.
 SCORE_GRADIENT_BYTES = {"fused-softmax": 4, "torch-softmax": 8}
 # GPT-2's published training drops attention probabilities and block outputs (0.1 each): unfused
