@@ -65,7 +65,12 @@ class RoleReport:
     def agrees(self) -> bool:
         """Whether every figure lies within its tolerance."""
         exact = (self.flops, *(pair for _, pair in self.num_bytes))
-        return all(pair.agrees() for pair in exact) and self.live_peak.agrees(PEAK_TOLERANCE)
+        return all(pair.agrees() for pair in exact) and self.peak_agrees
+
+    @property
+    def peak_agrees(self) -> bool:
+        """Whether the live peak lies within its tolerance."""
+        return self.live_peak.agrees(PEAK_TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,6 @@ def _lines(report: "VerifyReport") -> list[str]:
 
 def _role_lines(role: "RoleReport") -> list[str]:
     from costmodels.units import GIB, MIB
-    from runtime.verify import PEAK_TOLERANCE
 
     exact = [("FLOPs", role.flops), *((f"bytes {axis}", pair) for axis, pair in role.num_bytes)]
     lines = [
@@ -71,7 +70,7 @@ def _role_lines(role: "RoleReport") -> list[str]:
     lines.append(
         f"  {'live peak':<12} {peak.graph / size:>20.2f} {unit} in the graph, "
         f"{peak.estimate / size:>20.2f} {unit} estimated ({share:+.1f} %)"
-        f"{'' if peak.agrees(PEAK_TOLERANCE) else '  DIFFER'}"
+        f"{'' if role.peak_agrees else '  DIFFER'}"
     )
     return lines
 
