@@ -56,6 +56,8 @@ def time_lower_bound(
     cluster: Cluster,
     table: LayoutTable,
     limits: SplitLimits | None = None,
+    *,
+    costs: LayoutCosts | None = None,
 ) -> Values:
     """Return seconds that no partition of the layers goes below, one entry per layout.
 
@@ -65,10 +67,12 @@ def time_lower_bound(
         cluster: The machine.
         table: Layouts that the rules allow.
         limits: What is known of the partitions; None knows nothing.
+        costs: Of the table's blocks, where they are known.
 
     """
     limits = limits or no_limits(table)
-    costs = layout_costs(model, job, cluster, table)
+    if costs is None:
+        costs = layout_costs(model, job, cluster, table)
     counts = {kind: model.layer_kinds.count(kind) for kind, _ in costs.layers}
     totals = block_totals(costs, counts)
     sums = pipeline_sums(costs, counts, totals, table, limits)

@@ -110,7 +110,12 @@ class ReferenceBound:
 
 
 def reference_bound(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    *,
+    costs: LayoutCosts | None = None,
 ) -> ReferenceBound:
     """Return the bounds of a table's layouts, of any shapes.
 
@@ -119,9 +124,11 @@ def reference_bound(
         job: What is trained per step.
         cluster: The machine.
         table: Layouts, at least one.
+        costs: Of their blocks, where they are known.
 
     """
-    costs = layout_costs(model, job, cluster, table)
+    if costs is None:
+        costs = layout_costs(model, job, cluster, table)
     once, stretch = around_rows(model, job, cluster, table, costs)
     return ReferenceBound(model=model, costs=costs, once=once, stretch=stretch)
 

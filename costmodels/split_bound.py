@@ -162,7 +162,13 @@ class SplitBound:
 
 
 def split_bound(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable, *, limit: float
+    model: ModelSpec,
+    job: TrainingJob,
+    cluster: Cluster,
+    table: LayoutTable,
+    *,
+    limit: float,
+    costs: LayoutCosts | None = None,
 ) -> SplitBound:
     """Return the bounds of a table's splits.
 
@@ -172,10 +178,12 @@ def split_bound(
         cluster: The machine.
         table: Layouts that the rules allow, at least one.
         limit: Bytes that a rank may reserve.
+        costs: Of the table's blocks, where they are known.
 
     """
     rooms = stage_rooms(model, job, cluster, table, limit=limit)
-    costs = layout_costs(model, job, cluster, table)
+    if costs is None:
+        costs = layout_costs(model, job, cluster, table)
     once, stretch = around_rows(model, job, cluster, table, costs)
     return SplitBound(
         rooms=rooms,

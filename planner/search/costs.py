@@ -64,7 +64,7 @@ class Costs(Protocol):
         with `schedule_is_open` the schedule and the stages per rank too.
         """
 
-    def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
+    def seconds_bound(self, priced: PricedTable, limits: SplitLimits) -> Values:
         """Return seconds that no split within the limits goes below."""
 
     def memory_bound(
@@ -83,10 +83,10 @@ class Costs(Protocol):
     def rooms(self, table: LayoutTable, limit: float) -> StageRooms:
         """Return how many layers the ranks of layouts have room for."""
 
-    def split_bound(self, table: LayoutTable, limit: float) -> SplitBound:
+    def split_bound(self, priced: PricedTable, limit: float) -> SplitBound:
         """Return the bounds of time under a memory limit, over all splits of one stage per rank."""
 
-    def reference_bound(self, table: LayoutTable) -> ReferenceBound:
+    def reference_bound(self, priced: PricedTable) -> ReferenceBound:
         """Return the bounds of layouts by simulated pipelines of their shape."""
 
     def memory(self, layout: Layout) -> MemoryEstimate:
@@ -147,9 +147,10 @@ class ModelCosts:
             limits=limits,
         )
 
-    def seconds_bound(self, table: LayoutTable, limits: SplitLimits) -> Values:
+    def seconds_bound(self, priced: PricedTable, limits: SplitLimits) -> Values:
         """See Costs."""
-        return time_lower_bound(self.model, self.job, self.cluster, table, limits)
+        table, costs = priced.table, priced.costs
+        return time_lower_bound(self.model, self.job, self.cluster, table, limits, costs=costs)
 
     def memory_bound(
         self, table: LayoutTable, *, any_recompute: bool = False, limit: float = inf
@@ -177,13 +178,15 @@ class ModelCosts:
         """See Costs."""
         return stage_rooms(self.model, self.job, self.cluster, table, limit=limit)
 
-    def split_bound(self, table: LayoutTable, limit: float) -> SplitBound:
+    def split_bound(self, priced: PricedTable, limit: float) -> SplitBound:
         """See Costs."""
-        return split_bound(self.model, self.job, self.cluster, table, limit=limit)
+        table, costs = priced.table, priced.costs
+        return split_bound(self.model, self.job, self.cluster, table, limit=limit, costs=costs)
 
-    def reference_bound(self, table: LayoutTable) -> ReferenceBound:
+    def reference_bound(self, priced: PricedTable) -> ReferenceBound:
         """See Costs."""
-        return reference_bound(self.model, self.job, self.cluster, table)
+        table, costs = priced.table, priced.costs
+        return reference_bound(self.model, self.job, self.cluster, table, costs=costs)
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """See Costs."""

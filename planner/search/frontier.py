@@ -12,7 +12,7 @@ unfolded than what may still win. Complete layouts come out one by one in ascend
 """
 
 import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
@@ -46,17 +46,11 @@ BLOCK = {
 
 @dataclass(slots=True, kw_only=True)
 class _Pool:
-    """Rows of one level in ascending bound, and the next to come out.
-
-    Attributes:
-        priced: Of complete rows that are ready, their exact models.
-
-    """
+    """Rows of one level in ascending bound, and the next to come out; complete ones are priced."""
 
     level: Level
-    partial: Partial
+    rows: Partial | PricedTable
     bound: Values
-    priced: PricedTable
     next_row: int = 0
 
     def head(self) -> float:
@@ -94,12 +88,11 @@ class Frontier:
             first = pool.next_row
             stop = min(first + BLOCK[pool.level], int(np.searchsorted(pool.bound, cutoff)))
             pool.next_row = stop
-            bound, rows = pool.bound[first:stop], np.arange(first, stop)
             self._push(pool)
-            if pool.level is Level.READY:
-                return float(bound[0]), pool.priced.layout(first)
-            block = replace(pool.partial, table=pool.partial.table.take(rows))
-            self._refine(pool.level, block, bound, cutoff)
+            if pool.level is Level.READY and isinstance(pool.rows, PricedTable):
+                return float(pool.bound[first]), pool.rows.layout(first)
+            block = pool.rows.take(np.arange(first, stop))
+            self._refine(pool.level, block, pool.bound[first:stop], cutoff)
         return None
 
     def least_bound(self) -> float:
@@ -111,25 +104,25 @@ class Frontier:
             self._made += 1
             heapq.heappush(self._heap, (pool.head(), self._made, pool))
 
-    def _add(self, level: Level, partial: Partial, bound: Values) -> None:
+    def _add(self, level: Level, rows: Partial | PricedTable, bound: Values) -> None:
         self.num_bounded += len(bound)
         order = np.argsort(bound, kind="stable")
-        sorted_rows = replace(partial, table=partial.table.take(order))
-        priced = self.bounds.costs.priced(sorted_rows.table)
-        self._push(_Pool(level=level, partial=sorted_rows, bound=bound[order], priced=priced))
+        self._push(_Pool(level=level, rows=rows.take(order), bound=bound[order]))
 
-    def _refine(self, level: Level, block: Partial, bound: Values, cutoff: float) -> None:
+    def _refine(
+        self, level: Level, block: Partial | PricedTable, bound: Values, cutoff: float
+    ) -> None:
         """Replace a block of rows by what they unfold into, below the cutoff."""
-        if level is Level.CELLS:
+        below: Partial | PricedTable
+        if isinstance(block, PricedTable):
+            below, seconds = block, self.bounds.referenced(block, bound)
+        elif level is Level.CELLS:
             below = unfold(self.space, block, "stages_per_rank")
             seconds = self.bounds.open_seconds(below.table, schedule_is_open=False)
         elif level is Level.SCHEDULES:
             below, seconds = block, np.maximum(self.bounds.tight_seconds(block.table), bound)
-        elif level is Level.TIGHT:
-            below, seconds = self.bounds.complete(block, cutoff)
         else:
-            below, seconds = block, self.bounds.referenced(block.table, bound)
+            below, seconds = self.bounds.complete(block, cutoff)
         keep = np.flatnonzero(seconds < cutoff)
         if len(keep):
-            kept = replace(below, table=below.table.take(keep))
-            self._add(Level(level + 1), kept, np.maximum(seconds[keep], bound[0]))
+            self._add(Level(level + 1), below.take(keep), np.maximum(seconds[keep], bound[0]))

@@ -123,7 +123,7 @@ def _closest(space: Space, costs: Costs, constraints: Constraints, share: float)
     if not len(rows.table):
         return None
     ascending = np.argsort(costs.memory_bound(_lean(space, rows.table)), kind="stable")
-    block = replace(rows, table=rows.table.take(ascending[:JUDGED]))
+    block = rows.take(ascending[:JUDGED])
     table = unfold(space, block, "rank_order").table
     if not len(table):
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.block_memory import BlockMemory, block_memory
 from costmodels.bounds import around_rows
@@ -32,17 +33,29 @@ from planner.search.stage_scores import scored_problem
 
 @dataclass(frozen=True, kw_only=True)
 class PricedTable:
-    """The exact models of some layouts."""
+    """The exact models of some layouts.
+
+    Attributes:
+        known: Seconds of their blocks, where they were rows of a table that was priced.
+
+    """
 
     model: ModelSpec
     job: TrainingJob
     cluster: Cluster
     table: LayoutTable
+    known: LayoutCosts | None = None
 
     @cached_property
     def costs(self) -> LayoutCosts:
         """Seconds of their blocks."""
+        if self.known is not None:
+            return self.known
         return layout_costs(self.model, self.job, self.cluster, self.table)
+
+    def take(self, rows: NDArray[np.int64]) -> "PricedTable":
+        """Return some of the layouts; their blocks are not priced again."""
+        return replace(self, table=self.table.take(rows), known=self.costs.take(rows))
 
     @cached_property
     def blocks(self) -> BlockMemory:

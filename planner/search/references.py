@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from costmodels.layout import Layout, Schedule
-from costmodels.layout_table import SCHEDULES, LayoutTable
+from costmodels.layout_table import SCHEDULES
 from costmodels.schedule import PipelineShape
 from costmodels.schedule.critical_path import CriticalPath
 from planner.search.costs import Costs, Values
-from planner.search.priced import PricedLayout
+from planner.search.priced import PricedLayout, PricedTable
 
 MOST_REFERENCES = 4  # chosen: per shape; more do not tighten the bound noticeably
 
@@ -37,16 +37,16 @@ class References:
         if len(known) < MOST_REFERENCES:
             self.by_shape[_shape(split)] = (*known, priced.reference(split))
 
-    def bound(self, table: LayoutTable, recomputed: Values, below: Values) -> Values:
+    def bound(self, priced: PricedTable, recomputed: Values, below: Values) -> Values:
         """Raise the bound of layouts whose shape has a reference.
 
         Args:
-            table: Complete layouts.
+            priced: Complete layouts.
             recomputed: Layers that each stage recomputes in full, at least.
             below: Bounds known already.
 
         """
-        bound = below.copy()
+        bound, table = below.copy(), priced.table
         shapes = np.stack(
             [
                 table.schedule,
@@ -60,7 +60,7 @@ class References:
         each = [_shape_of(SCHEDULES[s], p, v, m) for s, p, v, m in unique.tolist()]
         if not any(shape in self.by_shape for shape in each):
             return bound
-        bounds = self.costs.reference_bound(table)
+        bounds = self.costs.reference_bound(priced)
         for number, shape in enumerate(each):
             known = self.by_shape.get(shape)
             if known:

@@ -19,6 +19,7 @@ from costmodels.layout_table import RECOMPUTES, IntColumn, LayoutTable
 from costmodels.pipeline_bound import SplitLimits, no_limits
 from planner.rules.rule import CUTS_PARAMETERS
 from planner.search.costs import Costs, Values
+from planner.search.priced import PricedTable
 from planner.search.references import References
 from planner.search.space import Partial, Space, unfold, unfold_with_parents
 from planner.search.split_limits import split_limits
@@ -104,8 +105,8 @@ class RowBounds:
                 redone[rows] = np.where(held <= self.limit, 0.0, redone[rows])
         return redone
 
-    def complete(self, block: Partial, cutoff: float) -> tuple[Partial, Values]:
-        """Unfold what is left, and return complete layouts that may fit with their bounds.
+    def complete(self, block: Partial, cutoff: float) -> tuple[PricedTable, Values]:
+        """Unfold what is left, and return complete layouts that may fit, priced, with their bounds.
 
         Memory does not depend on the rank order, so that axis unfolds after it is known.
         """
@@ -114,32 +115,33 @@ class RowBounds:
             held = self.costs.memory_bound(below.table, limit=self.limit)
             fits = np.flatnonzero(held <= self.limit)
             self.dropped["device_memory"] += len(below.table) - len(fits)
-            below = replace(below, table=below.table.take(fits))
+            below = below.take(fits)
         redone = self._redone(below.table)
         orders, parents = unfold_with_parents(self.space, below, "rank_order")
         table, redone = orders.table, redone[parents]
+        priced = self.costs.priced(table)
         if not len(table):
-            return orders, np.zeros(0)
+            return priced, np.zeros(0)
         never = np.isinf(redone)
         limits = self._limits(table, np.where(never, 1, redone), np.ones(len(table)))
-        seconds = np.where(never, inf, self.costs.seconds_bound(table, limits))
+        seconds = np.where(never, inf, self.costs.seconds_bound(priced, limits))
         splits = (table.pipeline_parallel > 1) & (table.stages_per_rank == 1)
         rows = np.flatnonzero((seconds < cutoff) & splits)
         if len(rows):
             seconds[rows] = self._split_seconds(
-                table.take(rows), redone[rows], seconds[rows], cutoff
+                priced.take(rows), redone[rows], seconds[rows], cutoff
             )
-        return orders, seconds
+        return priced, seconds
 
-    def referenced(self, table: LayoutTable, below: Values) -> Values:
+    def referenced(self, priced: PricedTable, below: Values) -> Values:
         """Raise bounds of complete layouts by pipelines of their shape that were simulated."""
         if not self.even_chunks:
             return below
         bound = below.copy()
-        rows = np.flatnonzero(table.stages_per_rank > 1)
+        rows = np.flatnonzero(priced.table.stages_per_rank > 1)
         if len(rows):
-            some = table.take(rows)
-            redone = np.where(some.recompute == FULL, self._redone(some), 0.0)
+            some = priced.take(rows)
+            redone = np.where(some.table.recompute == FULL, self._redone(some.table), 0.0)
             bound[rows] = self.references.bound(some, redone, below[rows])
         return bound
 
@@ -153,19 +155,19 @@ class RowBounds:
         return redone
 
     def _split_seconds(
-        self, table: LayoutTable, least: Values, below: Values, cutoff: float
+        self, priced: PricedTable, least: Values, below: Values, cutoff: float
     ) -> Values:
         """Raise the bound of layouts whose splits are free; inf where none is below the cutoff.
 
         Under full recomputation it is the smallest over ranges of how many layers are redone:
         within a range the fewest give the time, and the most give the room.
         """
-        splits = self.costs.split_bound(table, self.limit)
-        is_full = table.recompute == FULL
-        nothing = np.zeros(len(table))
+        splits = self.costs.split_bound(priced, self.limit)
+        is_full = priced.table.recompute == FULL
+        nothing = np.zeros(len(is_full))
         if not is_full.any():
             return splits.seconds(nothing, nothing, below, cutoff, wanted=~is_full)
-        bound = np.full(len(table), inf)
+        bound = np.full(len(is_full), inf)
         last, most = -1, self.space.model.num_layers
         while last < most:
             first = last + 1

@@ -63,6 +63,10 @@ class Partial:
     known: frozenset[str]
     num_axes: int
 
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "Partial":
+        """Return some of the layouts."""
+        return replace(self, table=self.table.take(rows))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Census:
@@ -114,7 +118,7 @@ def unfold_with_parents(
         parents = np.repeat(parents, len(space.axes.axes[partial.num_axes]))
         partial, broken = _unfold_next(space, partial)
         kept = _legal_rows(broken, len(partial.table))
-        partial, parents = _take(partial, kept), parents[kept]
+        partial, parents = partial.take(kept), parents[kept]
     return partial, parents
 
 
@@ -159,11 +163,11 @@ def _counted(
         weight = np.repeat(weight, len(axis))
         keep = _legal_rows(broken, len(unfolded.table))
         counts = {rule: int(weight[rows].sum()) for rule, rows in broken.items()}
-        return _take(unfolded, keep), weight[keep], counts
+        return unfolded.take(keep), weight[keep], counts
     decided = (rule.reads for rule in space.rules if not set(rule.reads) <= partial.known)
     reads = {column for reads in decided if set(reads) <= known for column in reads}
     first, key_of_row = _distinct(partial.table, sorted(reads & partial.known))
-    unfolded, broken = _unfold_next(space, _take(partial, first))
+    unfolded, broken = _unfold_next(space, partial.take(first))
     # Sums of integers far below 2**53: exact.
     of_key = np.bincount(key_of_row, weights=weight, minlength=len(first)).astype(np.int64)
     of_value = np.repeat(of_key, len(axis))
@@ -252,10 +256,6 @@ def _derive(
     return table, known
 
 
-def _take(partial: Partial, rows: NDArray[np.bool_] | NDArray[np.int64]) -> Partial:
-    return replace(partial, table=partial.table.take(rows))
-
-
 def _legal_rows(broken: dict[str, NDArray[np.bool_]], num_rows: int) -> NDArray[np.bool_]:
     return ~reduce(np.logical_or, broken.values(), np.zeros(num_rows, dtype=np.bool_))
 
@@ -271,4 +271,4 @@ def _merge(
         return partial, weight
     first, key_of_row = _distinct(partial.table, columns)
     total = np.bincount(key_of_row, weights=weight, minlength=len(first)).astype(np.int64)
-    return _take(partial, first), total
+    return partial.take(first), total
