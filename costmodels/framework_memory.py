@@ -17,6 +17,8 @@ BLOOM's runs show (nvidia-smi, 1 to 24 replicas). Expandable segments map memory
 leave next to none.
 """
 
+from math import inf, isinf
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -92,6 +94,21 @@ def cached_bytes(
     return min(wanted, constants["cached_share_of_room"] * max(room, 0.0))
 
 
+def growth(job: TrainingJob, cluster: Cluster, limit: float = inf) -> float:
+    """Return reserved bytes per allocated byte that comes and goes, at least.
+
+    Under a limit the cache counts too where it decides: what stays within the limit stays within
+    it at this factor, though it may reserve less.
+
+    Args:
+        job: Its switches and target say whether segments expand.
+        cluster: Its constants and capacity.
+        limit: Bytes that a rank may reserve.
+
+    """
+    return 1 + fragmentation_fraction(job, cluster) + decisive_fraction(job, cluster, limit)
+
+
 def decisive_fraction(job: TrainingJob, cluster: Cluster, limit: float) -> float:
     """Return the cached fraction where it decides what stays within a limit, 0 where it may not.
 
@@ -100,7 +117,7 @@ def decisive_fraction(job: TrainingJob, cluster: Cluster, limit: float) -> float
     If all such demands stay within it with c D on top as well, what stays within it has
     D + c C <= limit; and that alone stays within it, where the step has no buffers of its own.
     """
-    if _expands(job):
+    if _expands(job) or isinf(limit):
         return 0.0
     constants = cluster.profile.calibration
     fraction, share = constants["cached_fraction"], constants["cached_share_of_room"]

@@ -12,13 +12,14 @@ partitions of the layers.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 
 from costmodels.block_memory import BlockMemory, block_memory
 from costmodels.framework_memory import (
     cached_bytes,
     context_bytes,
-    decisive_fraction,
     fragmentation_fraction,
+    growth,
 )
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
@@ -227,7 +228,7 @@ def stage_memory(
     layout: Layout,
     blocks: BlockMemory | None = None,
     *,
-    limit: float | None = None,
+    limit: float = inf,
 ) -> StageMemory:
     """Return the reserved bytes of a layout's blocks, for the partition solver.
 
@@ -243,8 +244,7 @@ def stage_memory(
     """
     if blocks is None:
         blocks = blocks_of_layout(model, job, cluster, layout)
-    cached = 0.0 if limit is None else decisive_fraction(job, cluster, limit)
-    grown = 1 + fragmentation_fraction(job, cluster) + cached
+    grown = growth(job, cluster, limit)
     stays = 0.0 if Offload.ACTIVATIONS in layout.offload else grown
     by_kind = {
         kind: LayerMemory(

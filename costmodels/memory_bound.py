@@ -15,12 +15,13 @@ the smallest stages that the caller considers (`smallest_stage`, one layer where
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.block_memory import BlockMemory, block_memory
-from costmodels.framework_memory import context_bytes, fragmentation_fraction
+from costmodels.framework_memory import context_bytes, growth
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute, Schedule
@@ -71,6 +72,7 @@ def memory_lower_bound(
     *,
     even_chunks: bool = False,
     any_recompute: bool = False,
+    limit: float = inf,
 ) -> NDArray[np.float64]:
     """Return bytes of reserved memory that no partition of a layout's layers goes below.
 
@@ -82,13 +84,15 @@ def memory_lower_bound(
         even_chunks: With several stages per rank, only the even split (`split_layers`) counts.
         any_recompute: Hold whatever is recomputed: layers keep what they keep in full
             recomputation, and none is brought back.
+        limit: Bytes that a rank may reserve. The bound is above it only where no partition stays
+            within it, and tells that of more layouts than a bound without a limit.
 
     """
     if any_recompute:
         full = RECOMPUTES.index(Recompute.FULL)
         table = replace(table, recompute=np.full(len(table), full))
     blocks = block_memory(model, job, cluster, table)
-    costs = block_bytes(job, cluster, table, blocks, brings_back=not any_recompute)
+    costs = block_bytes(job, cluster, table, blocks, brings_back=not any_recompute, limit=limit)
     counts = np.array([count_layers(model, kind.has_experts) for kind in blocks.kinds])
     bound = np.zeros(len(table))
     for pipeline in distinct(table.pipeline_parallel):
@@ -110,12 +114,14 @@ def block_bytes(
     blocks: BlockMemory,
     *,
     brings_back: bool = True,
+    limit: float = inf,
 ) -> BlockBytes:
     """Return the reserved bytes of blocks; under full recomputation every layer is recomputed.
 
-    A layer that is recomputed brings back what it did not keep, which may be left out.
+    A layer that is recomputed brings back what it did not keep, which may be left out. With a
+    limit, bytes are those that decide what stays within it (`framework_memory.growth`).
     """
-    grown = 1 + fragmentation_fraction(job, cluster)
+    grown = growth(job, cluster, limit)
     is_full = table.recompute == RECOMPUTES.index(Recompute.FULL)
     stays = grown * (table.offload_activations == 0)
     moving = blocks.transients

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.block_memory import block_memory
-from costmodels.framework_memory import fragmentation_fraction
+from costmodels.framework_memory import growth
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute, Schedule
@@ -81,7 +81,7 @@ def put_off(
     bound, least = np.zeros(len(table)), np.zeros(len(table))
     known = np.flatnonzero((table.offload_activations == 0) & table.puts_off)
     if len(known):
-        layers = _layers_of(model, job, cluster, table.take(known))
+        layers = _layers_of(model, job, cluster, table.take(known), limit)
         pipelines = layers.table.pipeline_parallel
         for pipeline in distinct(pipelines).tolist():
             rows = np.flatnonzero(pipelines == pipeline)
@@ -126,10 +126,12 @@ class _Layers:
         return replace(self, table=self.table.take(rows), **columns)
 
 
-def _layers_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable) -> _Layers:
+def _layers_of(
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable, limit: float
+) -> _Layers:
     blocks = block_memory(model, job, cluster, table)
-    costs = block_bytes(job, cluster, table, blocks, brings_back=False)
-    grown = 1 + fragmentation_fraction(job, cluster)
+    costs = block_bytes(job, cluster, table, blocks, brings_back=False, limit=limit)
+    grown = growth(job, cluster, limit)
     is_full = (table.recompute == RECOMPUTES.index(Recompute.FULL))[:, None]
     whole, put_off, again, redone = (
         np.stack([getattr(layer, part) for layer in blocks.layer_bytes], axis=1) * grown

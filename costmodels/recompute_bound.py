@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.activations import layer_bytes
-from costmodels.framework_memory import fragmentation_fraction
+from costmodels.framework_memory import growth
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute
@@ -51,20 +51,20 @@ def least_recomputed_layers(
     """
     nothing = with_recompute(table, Recompute.NONE)
     everything = with_recompute(table, Recompute.FULL)
-    missing = memory_lower_bound(model, job, cluster, nothing, even_chunks=even_chunks) - limit
+    inputs = (model, job, cluster)
+    held = memory_lower_bound(*inputs, nothing, even_chunks=even_chunks, limit=limit)
+    missing = held - limit
     least = np.zeros(len(table))
     short = np.flatnonzero(missing > 0)
     if len(short):
-        gain = _most_given_back(model, job, cluster, nothing.take(short))
+        gain = _most_given_back(*inputs, nothing.take(short), limit)
         needed = np.ceil(missing[short] / np.maximum(gain, 1.0) - 1e-9)
         redone = memory_lower_bound(
-            model, job, cluster, everything.take(short), even_chunks=even_chunks
+            *inputs, everything.take(short), even_chunks=even_chunks, limit=limit
         )
         least[short] = np.where(redone <= limit, np.maximum(needed, 1.0), np.inf)
         may = short[redone <= limit]
-        left = put_off(
-            model, job, cluster, everything.take(may), limit=limit, even_chunks=even_chunks
-        )
+        left = put_off(*inputs, everything.take(may), limit=limit, even_chunks=even_chunks)
         least[may] = np.maximum(least[may], np.where(left.bound > limit, np.inf, left.least))
         if even_chunks:  # one stage per rank may hold more
             stages = table.pipeline_parallel * table.stages_per_rank
@@ -79,7 +79,7 @@ def with_recompute(table: LayoutTable, recompute: Recompute) -> LayoutTable:
 
 
 def _most_given_back(
-    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable
+    model: ModelSpec, job: TrainingJob, cluster: Cluster, table: LayoutTable, limit: float
 ) -> Column:
     """Return bytes that recomputing one more layer per stage gives back, at most."""
     layers = [layer_bytes(model, job, kind, table) for kind in model.kinds_by_size]
@@ -92,6 +92,6 @@ def _most_given_back(
     )
     ends = (np.zeros(len(table), dtype=np.int64), table.pipeline_parallel - 1)
     in_flight = np.maximum.reduce([in_flight_closed_form(*shape, rank) for rank in ends])
-    grown = 1 + fragmentation_fraction(job, cluster)
+    grown = growth(job, cluster, limit)
     stays: Column = np.where(table.offload_activations > 0, 0.0, in_flight * per_layer * grown)
     return stays

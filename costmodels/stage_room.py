@@ -101,8 +101,8 @@ def stage_rooms(
         limit: Bytes that a rank may reserve.
 
     """
-    kept = _bytes(model, job, cluster, table, None)
-    again = _bytes(model, job, cluster, table, Recompute.FULL)
+    kept = _bytes(model, job, cluster, table, None, limit=limit)
+    again = _bytes(model, job, cluster, table, Recompute.FULL, limit=limit)
     blocks = block_memory(model, job, cluster, table.take(np.arange(1)))
     with_experts = most_have_experts(Counter(model.layer_kinds))
     main = [kind.has_experts for kind in blocks.kinds].index(with_experts)
@@ -134,6 +134,8 @@ def _bytes(
     cluster: Cluster,
     table: LayoutTable,
     recompute: Recompute | None,
+    *,
+    limit: float,
 ) -> BlockBytes:
     """Return the blocks of layouts; layers that are recomputed in full otherwise are kept."""
     if recompute is None:
@@ -142,7 +144,8 @@ def _bytes(
         table = replace(table, recompute=np.where(selective, _SELECTIVE, table.recompute))
     else:
         table = with_recompute(table, recompute)
-    return block_bytes(job, cluster, table, block_memory(model, job, cluster, table))
+    blocks = block_memory(model, job, cluster, table)
+    return block_bytes(job, cluster, table, blocks, limit=limit)
 
 
 def _besides(kept: BlockBytes, rows: NDArray[np.int64], in_flight: Column) -> Column:

@@ -73,8 +73,8 @@ class Costs(Protocol):
         """Return bytes of the fullest rank that no considered split goes below.
 
         With several stages per rank and no split stated, the even one alone is considered. With
-        `any_recompute` the bound holds whatever is recomputed. Where it is above `limit` a closer
-        one is not looked for.
+        `any_recompute` the bound holds whatever is recomputed. With a `limit` it only tells what
+        may stay within it.
         """
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
@@ -158,13 +158,17 @@ class ModelCosts:
         """See Costs."""
         inputs = (self.model, self.job, self.cluster)
         bound = memory_lower_bound(
-            *inputs, table, even_chunks=self.even_chunks, any_recompute=any_recompute
+            *inputs,
+            table,
+            even_chunks=self.even_chunks,
+            any_recompute=any_recompute,
+            limit=limit,
         )
         may = np.flatnonzero((bound <= limit) & table.puts_off)
         waits = table.take(may)
         if any_recompute:
             waits = with_recompute(waits, Recompute.FULL)
-        waiting = put_off(*inputs, waits, even_chunks=self.even_chunks)
+        waiting = put_off(*inputs, waits, limit=limit, even_chunks=self.even_chunks)
         bound[may] = np.maximum(bound[may], waiting.bound)
         return bound
 
