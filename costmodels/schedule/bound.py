@@ -7,7 +7,8 @@ largest F / (F + I + W) of any rank, c the seconds of all transfers through the 
 micro-batches.
 
     every schedule   m max_r w_r, and ceil(m / k) (F + I + 2 v c), v stages per rank: rank 0 holds k
-                     micro-batches at most, so forward i + k waits for i to come back
+                     micro-batches at most, so forward i + k waits for i to come back; with W where
+                     backwards are whole
     gpipe            T + (m - 1) max_r w_r + 2 c
                      both phases are flow shops of equal jobs
     1f1b             T + (m - 1 - (k_r - 1) phi) w_r + 2 c for each r, k_r = min(m, p - r)
@@ -36,6 +37,8 @@ from costmodels.schedule.in_flight import in_flight_closed_form
 from costmodels.schedule.shape import Ints
 
 Floats = NDArray[np.float64]
+
+WHOLE_BACKWARDS = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +126,8 @@ def makespan_lower_bound(
     shape = (schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
     held = in_flight_closed_form(*shape, np.zeros_like(pipeline_parallel))
     held = np.where(np.asarray(schedule) >= 0, held, num_micro_batches)  # an open one may hold all
-    one_way_and_back = sums.forward + sums.backward_input + stages_per_rank * round_trip
-    returns = np.ceil(m / held) * one_way_and_back
+    is_whole = np.isin(schedule, [SCHEDULES.index(s) for s in WHOLE_BACKWARDS])
+    back = sums.backward_input + np.where(is_whole, sums.backward_weight, 0.0)
+    returns = np.ceil(m / held) * (sums.forward + back + stages_per_rank * round_trip)
     bound: Floats = np.maximum(np.maximum(m * slowest, returns), of_schedule)
     return bound

@@ -92,8 +92,11 @@ class Costs(Protocol):
     def memory(self, layout: Layout) -> MemoryEstimate:
         """Return the exact memory of one layout."""
 
-    def priced(self, table: LayoutTable) -> PricedTable:
-        """Return the exact models of complete layouts, for any of their splits."""
+    def priced(self, table: LayoutTable, least_recomputed: Values) -> PricedTable:
+        """Return the exact models of complete layouts, for any of their splits.
+
+        `least_recomputed` says how many layers each stage recomputes in full, at least.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +199,12 @@ class ModelCosts:
         """See Costs."""
         return estimate_memory(self.model, self.job, self.cluster, layout)
 
-    def priced(self, table: LayoutTable) -> PricedTable:
+    def priced(self, table: LayoutTable, least_recomputed: Values) -> PricedTable:
         """See Costs."""
-        return PricedTable(model=self.model, job=self.job, cluster=self.cluster, table=table)
+        return PricedTable(
+            model=self.model,
+            job=self.job,
+            cluster=self.cluster,
+            table=table,
+            least_recomputed=least_recomputed,
+        )

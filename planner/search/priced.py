@@ -36,6 +36,7 @@ class PricedTable:
     """The exact models of some layouts.
 
     Attributes:
+        least_recomputed: Layers that each stage recomputes in full, at least, one entry per layout.
         known: Seconds of their blocks, where they were rows of a table that was priced.
 
     """
@@ -44,6 +45,7 @@ class PricedTable:
     job: TrainingJob
     cluster: Cluster
     table: LayoutTable
+    least_recomputed: NDArray[np.float64]
     known: LayoutCosts | None = None
 
     @cached_property
@@ -55,7 +57,12 @@ class PricedTable:
 
     def take(self, rows: NDArray[np.int64]) -> "PricedTable":
         """Return some of the layouts; their blocks are not priced again."""
-        return replace(self, table=self.table.take(rows), known=self.costs.take(rows))
+        return replace(
+            self,
+            table=self.table.take(rows),
+            least_recomputed=self.least_recomputed[rows],
+            known=self.costs.take(rows),
+        )
 
     @cached_property
     def blocks(self) -> BlockMemory:
@@ -69,6 +76,7 @@ class PricedTable:
             job=self.job,
             cluster=self.cluster,
             layout=even_layout(self.table, row, self.model.num_layers),
+            least_recomputed=int(self.least_recomputed[row]),
             together=self,
             row=row,
         )
@@ -80,6 +88,7 @@ class PricedLayout:
 
     Attributes:
         layout: It, with any split.
+        least_recomputed: Layers that each stage recomputes in full, at least.
         together: Layouts that are priced in one call with it; None prices it alone.
         row: Its row there.
 
@@ -89,6 +98,7 @@ class PricedLayout:
     job: TrainingJob
     cluster: Cluster
     layout: Layout
+    least_recomputed: int = 0
     together: PricedTable | None = None
     row: int = 0
 

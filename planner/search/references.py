@@ -37,12 +37,11 @@ class References:
         if len(known) < MOST_REFERENCES:
             self.by_shape[_shape(split)] = (*known, priced.reference(split))
 
-    def bound(self, priced: PricedTable, recomputed: Values, below: Values) -> Values:
+    def bound(self, priced: PricedTable, below: Values) -> Values:
         """Raise the bound of layouts whose shape has a reference.
 
         Args:
             priced: Complete layouts.
-            recomputed: Layers that each stage recomputes in full, at least.
             below: Bounds known already.
 
         """
@@ -65,7 +64,9 @@ class References:
             known = self.by_shape.get(shape)
             if known:
                 rows = np.flatnonzero(of_row.ravel() == number)
-                raised = bounds.seconds(rows, shape.rank_of_stage, recomputed[rows], known)
+                raised = bounds.seconds(
+                    rows, shape.rank_of_stage, priced.least_recomputed[rows], known
+                )
                 bound[rows] = np.maximum(bound[rows], raised)
         return bound
 

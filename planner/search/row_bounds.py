@@ -110,27 +110,18 @@ class RowBounds:
 
         Memory does not depend on the rank order, so that axis unfolds after it is known.
         """
-        below = unfold(self.space, block, "offload")
-        if len(below.table):
-            held = self.costs.memory_bound(below.table, limit=self.limit)
-            fits = np.flatnonzero(held <= self.limit)
-            self.dropped["device_memory"] += len(below.table) - len(fits)
-            below = below.take(fits)
-        redone = self._redone(below.table)
+        below, redone = self._fitting(unfold(self.space, block, "offload"))
         orders, parents = unfold_with_parents(self.space, below, "rank_order")
         table, redone = orders.table, redone[parents]
-        priced = self.costs.priced(table)
+        priced = self.costs.priced(table, redone)
         if not len(table):
             return priced, np.zeros(0)
-        never = np.isinf(redone)
-        limits = self._limits(table, np.where(never, 1, redone), np.ones(len(table)))
-        seconds = np.where(never, inf, self.costs.seconds_bound(priced, limits))
+        limits = self._limits(table, redone, np.ones(len(table)))
+        seconds = self.costs.seconds_bound(priced, limits)
         splits = (table.pipeline_parallel > 1) & (table.stages_per_rank == 1)
         rows = np.flatnonzero((seconds < cutoff) & splits)
         if len(rows):
-            seconds[rows] = self._split_seconds(
-                priced.take(rows), redone[rows], seconds[rows], cutoff
-            )
+            seconds[rows] = self._split_seconds(priced.take(rows), seconds[rows], cutoff)
         return priced, seconds
 
     def referenced(self, priced: PricedTable, below: Values) -> Values:
@@ -140,30 +131,31 @@ class RowBounds:
         bound = below.copy()
         rows = np.flatnonzero(priced.table.stages_per_rank > 1)
         if len(rows):
-            some = priced.take(rows)
-            redone = np.where(some.table.recompute == FULL, self._redone(some.table), 0.0)
-            bound[rows] = self.references.bound(some, redone, below[rows])
+            bound[rows] = self.references.bound(priced.take(rows), below[rows])
         return bound
 
-    def _redone(self, table: LayoutTable) -> Values:
-        """Return layers per stage that full recomputation redoes at least; inf: nothing fits."""
-        redone = np.ones(len(table))
-        full = np.flatnonzero(table.recompute == FULL)
-        if len(full):
-            needed = self.costs.least_recomputed(table.take(full), self.limit)
-            redone[full] = np.maximum(needed, 1.0)
-        return redone
+    def _fitting(self, rows: Partial) -> tuple[Partial, Values]:
+        """Return rows that may fit, and layers per stage that are recomputed in full, at least."""
+        redone, full = np.zeros(len(rows.table)), rows.table.recompute == FULL
+        if len(redone):
+            held = self.costs.memory_bound(rows.table, limit=self.limit)
+            redone[held > self.limit] = inf
+        asked = np.flatnonzero(full & (redone == 0))
+        if len(asked):
+            needed = self.costs.least_recomputed(rows.table.take(asked), self.limit)
+            redone[asked] = np.maximum(needed, 1.0)
+        fits = np.flatnonzero(np.isfinite(redone))
+        self.dropped["device_memory"] += len(redone) - len(fits)
+        return rows.take(fits), redone[fits]
 
-    def _split_seconds(
-        self, priced: PricedTable, least: Values, below: Values, cutoff: float
-    ) -> Values:
+    def _split_seconds(self, priced: PricedTable, below: Values, cutoff: float) -> Values:
         """Raise the bound of layouts whose splits are free; inf where none is below the cutoff.
 
         Under full recomputation it is the smallest over ranges of how many layers are redone:
         within a range the fewest give the time, and the most give the room.
         """
         splits = self.costs.split_bound(priced, self.limit)
-        is_full = priced.table.recompute == FULL
+        is_full, least = priced.table.recompute == FULL, priced.least_recomputed
         nothing = np.zeros(len(is_full))
         if not is_full.any():
             return splits.seconds(nothing, nothing, below, cutoff, wanted=~is_full)

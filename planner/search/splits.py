@@ -155,11 +155,11 @@ def _judged(priced: PricedLayout, one: _Fitting) -> Judged:
 
 
 def _lightest(
-    priced: PricedLayout, layout: Layout, limits: Limits, stated: StatedSplit, least: int = 1
+    priced: PricedLayout, layout: Layout, limits: Limits, stated: StatedSplit, least: int = 0
 ) -> _Fitting | None:
     """Return one split with the fewest recomputed layers that fit, None where none do.
 
-    Fewer than `least` do not fit.
+    Fewer than `least` of this split do not fit, nor fewer of any than the layout's own bound says.
     """
     longest, layers = max(layout.layers_per_stage), 0
 
@@ -171,6 +171,7 @@ def _lightest(
         return demand(layers % longest).reserved  # all are written as 0
 
     if layout.recompute is Recompute.FULL and stated.recompute_layers is None:
+        least = max(least, priced.least_recomputed, 1)
         fewest = _fewest(reserved, limits.device, least, longest)
         if fewest is None:
             return None
@@ -233,8 +234,8 @@ def _solved(
 
     def judge(split: tuple[int, ...]) -> None:
         given = replace(layout, layers_per_stage=split)
-        least = max(problem.least_recomputed, 1)  # of equal scores the solver may name more
-        one = _lightest(priced, given, limits, stated, least)
+        # Of equal scores the solver may name more than the fewest.
+        one = _lightest(priced, given, limits, stated, problem.least_recomputed)
         if one is not None and _floor(scored, one.layout) < worth():
             found.append(_judged(priced, one))
 

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import numpy as np
 import pytest
 from random_problems import layouts, random_problem
 
@@ -23,9 +24,22 @@ def test_layouts_priced_together_are_what_each_is_alone(seed):
     table = table_of(
         list(islice((one for one, obeys in zip(tried, legal, strict=True) if obeys), MOST_LAYOUTS))
     )
-    priced = PricedTable(model=problem.model, job=problem.job, cluster=problem.cluster, table=table)
+    priced = PricedTable(
+        model=problem.model,
+        job=problem.job,
+        cluster=problem.cluster,
+        table=table,
+        least_recomputed=np.arange(len(table)),
+    )
+    if not len(table):
+        return  # no layout of this problem is legal
+    others = priced.take(np.arange(len(table))[::-1])
+    assert others.least_recomputed.tolist() == sorted(range(len(table)), reverse=True)
     for row in range(len(table)):
         one = priced.layout(row)
+        taken = others.layout(len(table) - 1 - row)
+        assert taken.layout == one.layout
+        assert taken.seconds(taken.layout) == pytest.approx(one.seconds(one.layout), rel=1e-12)
         alone = estimate_memory(*inputs, one.layout)
         assert one.memory(one.layout).reserved == pytest.approx(alone.parts.reserved, rel=1e-12)
         assert one.memory(one.layout).host_per_node == pytest.approx(alone.host_per_node)
