@@ -125,7 +125,8 @@ def open_lower_bound(
     if schedule_is_open:
         closed = replace(closed, schedule=np.full(len(table), _ANY_SCHEDULE))
     sums = pipeline_sums(costs, counts, block_totals(costs, counts), closed, limits)
-    sums = replace(sums, way=np.zeros(len(table)), way_ahead=np.zeros(len(table)))
+    nothing = np.zeros(len(table))
+    sums = replace(sums, way=nothing, way_ahead=nothing, way_round=nothing)
     pipeline = pipeline_lower_bound(costs, counts, sums, closed, limits)
     overhead = cluster.profile.calibration["step_overhead"]
     bound: Values = (pipeline + overhead) * (1 + stragglers(cluster)) * _ROUNDING

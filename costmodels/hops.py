@@ -31,6 +31,7 @@ class Hops:
         domain_ranks: Ranks of the pipeline that share a domain.
         way: All hops from the first rank to the last.
         way_ahead: The hops from the first rank to a rank, mean over the ranks.
+        way_round: The hop from the last rank to the first, where a rank has several stages.
 
     """
 
@@ -39,6 +40,7 @@ class Hops:
     domain_ranks: NDArray[np.int64]
     way: Seconds
     way_ahead: Seconds
+    way_round: Seconds
 
 
 def pipeline_hops(
@@ -84,4 +86,5 @@ def pipeline_hops(
         domain_ranks=k,
         way=(p - 1) * near + full * (far - near),
         way_ahead=(p - 1) / 2 * near + of_ranks / p * (far - near),
+        way_round=np.where(p > k, far, near),
     )

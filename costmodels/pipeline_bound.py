@@ -137,6 +137,7 @@ def pipeline_sums(
         + again * np.minimum(limits.recomputed, few),
         way=costs.hops.way,
         way_ahead=costs.hops.way_ahead,
+        way_round=costs.hops.way_round,
     )
 
 

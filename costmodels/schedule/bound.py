@@ -17,6 +17,9 @@ micro-batches.
                      before it run one forward before and one backward after all that
     zero-bubble      F + (m - k_r phi) w_r for each r, one stage per rank; weight gradients may end
                      the step, so nothing is sure to follow
+    looped, v > 1    rank 0 starts a round of micro-batches when the one before has started its last
+                     stage there, so its first one has gone v - 1 times through all ranks and round
+                     again; the last round comes back besides
     interleaved      m T / p + (p - 1) / 2 (smallest stage): the mean over ranks of what stands
                      before a rank's first action, its work, and what stands after its last one
     zbv, dualpipev   the same with what stands before alone
@@ -38,6 +41,7 @@ from costmodels.schedule.shape import Ints
 
 Floats = NDArray[np.float64]
 
+LOOPED = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
 WHOLE_BACKWARDS = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
@@ -57,6 +61,7 @@ class PipelineSums:
         way: At most the transfers between ranks on the way from the first to the last, of any of
             their stages (a micro-batch goes that way once per stage of a rank, up or down).
         way_ahead: At most those on the way from the first to a rank, mean over the ranks.
+        way_round: At most the transfer from the last rank to the first.
 
     """
 
@@ -69,6 +74,7 @@ class PipelineSums:
     smallest_backward: Floats
     way: Floats
     way_ahead: Floats
+    way_round: Floats
 
 
 def makespan_lower_bound(
@@ -129,5 +135,27 @@ def makespan_lower_bound(
     is_whole = np.isin(schedule, [SCHEDULES.index(s) for s in WHOLE_BACKWARDS])
     back = sums.backward_input + np.where(is_whole, sums.backward_weight, 0.0)
     returns = np.ceil(m / held) * (sums.forward + back + stages_per_rank * round_trip)
-    bound: Floats = np.maximum(np.maximum(m * slowest, returns), of_schedule)
+    is_looped = np.isin(schedule, [SCHEDULES.index(s) for s in LOOPED]) & (stages_per_rank > 1)
+    rounds = np.where(is_looped, _rounds(p, stages_per_rank, m, sums, back), 0.0)
+    bound: Floats = np.maximum.reduce(
+        np.broadcast_arrays(m * slowest, returns, rounds, of_schedule)
+    )
     return bound
+
+
+def _rounds(p: Floats, stages: Ints, m: Floats, sums: PipelineSums, back: Floats) -> Floats:
+    """Return how long the rounds of a looped schedule take one after another.
+
+    Args:
+        p: Pipeline ranks.
+        stages: On each rank.
+        m: Micro-batches.
+        sums: Seconds that hold for every partition.
+        back: Of one micro-batch's way back, without transfers.
+
+    """
+    once = p * sums.smallest_forward + sums.way
+    again = stages - 1
+    comes_back = back + stages * sums.way + again * sums.way_round
+    rounds: Floats = np.maximum(1, m // p) * again * (once + sums.way_round) + once + comes_back
+    return rounds

@@ -61,6 +61,7 @@ def test_interleaved_stages_return_from_the_last_rank_to_the_first():
     hops, costs = hops_of(16, pipeline_parallel=16, **looped)
     far = float(costs.far[0])
     assert [boundary for boundary, hop in enumerate(hops) if hop == far] == [7, 15, 23]
+    assert hops[15] == float(costs.way_round[0])
 
 
 def test_a_v_turns_round_on_the_last_rank_without_a_transfer():

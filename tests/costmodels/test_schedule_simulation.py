@@ -294,6 +294,9 @@ def sums_of(shape, durations, transfers, *, slowest):
         way_ahead=np.array(
             np.mean([sum(transfers[:rank]) for rank in range(shape.pipeline_parallel)])
         ),
+        way_round=np.array(
+            min(transfers[shape.pipeline_parallel - 1 :: shape.pipeline_parallel], default=0)
+        ),
     )
 
 

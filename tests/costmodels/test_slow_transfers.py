@@ -30,6 +30,7 @@ def bound_of(schedule, ranks, chunks, micro_batches):
         smallest_backward=2 * one,
         way=way,
         way_ahead=way / 2,
+        way_round=np.array(TRANSFER),
     )
     shape = (SCHEDULES.index(schedule), ranks, chunks, micro_batches)
     return float(makespan_lower_bound(*map(np.array, shape), sums))
@@ -56,7 +57,10 @@ def test_two_micro_batches_in_flight_return_before_the_next_two_leave():
     [
         (Schedule.ONE_F_ONE_B, 1, 0.8),
         (Schedule.ZERO_BUBBLE, 1, 0.8),
-        (Schedule.INTERLEAVED, 2, 0.4),
+        (Schedule.INTERLEAVED, 2, 0.55),
+        (Schedule.INTERLEAVED, 4, 0.75),
+        (Schedule.ZERO_BUBBLE, 2, 0.45),
+        (Schedule.ZERO_BUBBLE, 4, 0.5),
         (Schedule.ZBV, 2, 0.4),
         (Schedule.DUALPIPEV, 2, 0.4),
     ],
