@@ -104,11 +104,13 @@ def runtime_violations(
     if beyond := _beyond_tables(layout):
         return beyond
     inputs = (model, job, cluster)
-    supports = native.RUNTIME_SUPPORTS
     case = Case(model=model, job=job, cluster=cluster, table=table_of([layout]))
-    if supports.holds(case)[0]:
-        return ()
-    return (_violation(supports, (*native.RULES, supports), inputs, layout),)
+    rules = (*native.RULES, *native.RUNTIME_RULES)
+    return tuple(
+        _violation(rule, rules, inputs, layout)
+        for rule in native.RUNTIME_RULES
+        if not rule.holds(case)[0]
+    )
 
 
 def _violation(rule: Rule, rules: Sequence[Rule], inputs: Inputs, layout: Layout) -> Violation:

@@ -4,7 +4,7 @@ The tables of the targets say what a framework runs; some of that is set up in a
 has no option (DeepSpeed's pipelines), or is the framework's own choice (nanotron's split). A
 measured run may have it and `estimate` judges it; a plan that is to be applied may not. The
 emitters (`planner/emit`) refuse the same things by name, with the remedy. For our own runtime the
-question is what it executes (`native.RUNTIME_SUPPORTS`).
+question is what it executes (`native.RUNTIME_RULES`).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import numpy as np
 from costmodels.job import Optimizer, Precision, Target
 from costmodels.layout import AXES, Recompute
 from costmodels.layout_table import RECOMPUTES
-from planner.rules.native import RUNTIME_SUPPORTS
+from planner.rules.native import RUNTIME_RULES
 from planner.rules.rule import CUTS_GRADIENTS, CUTS_PARAMETERS, Case, Mask, Rule
 from planner.rules.shapes import ULYSSES
 
@@ -267,7 +267,7 @@ MEGATRON = (
 def expressible_rules(target: Target) -> tuple[Rule, ...]:
     """Return what a plan for a target must obey besides the target's table, to be applied."""
     return {
-        Target.NATIVE: (RUNTIME_SUPPORTS,),
+        Target.NATIVE: RUNTIME_RULES,
         Target.MEGATRON: MEGATRON,
         Target.TORCHTITAN: TORCHTITAN,
         Target.DEEPSPEED: DEEPSPEED,

@@ -361,8 +361,9 @@ def test_the_native_runtime_says_what_it_does_not_run_yet():
     assert runtime_violations(llama_8b(), task, cluster(8), ring) == ()
     unfused = job(flash_attention=False)  # whose kernel returns nothing to merge by
     found = runtime_violations(llama_8b(), unfused, cluster(8), ring)
-    assert [v.rule for v in found] == ["native_runtime_supports"]
+    assert [v.rule for v in found] == ["merged_attention_is_flash"]
     assert 1 in found[0].allowed["context_parallel"]
+    assert found[0].allowed["context_parallel_type"] == ("ulysses",)
     assert violations(llama_8b(), unfused, cluster(8), ring) == ()
     ulysses = replace(ring, context_parallel_type=ContextParallelType.ULYSSES)
     assert runtime_violations(llama_8b(), unfused, cluster(8), ulysses) == ()
