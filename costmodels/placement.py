@@ -106,22 +106,18 @@ def place(layouts: LayoutTable | Layout, cluster: Cluster) -> Placement:
     along_data = span(domain, dp, stride["dp"])
     data = Tiers(inner=context.inner * along_data.inner, outer=context.outer * along_data.outer)
     group = np.clip(table.zero_group, 1, dp * cp)
-    zero = Tiers(
-        inner=np.minimum(data.inner, group), outer=-(-group // np.minimum(data.inner, group))
-    )
-    replicas = dp * cp // group
     one = np.ones(len(table), dtype=np.int64)
+    cut_inside = np.minimum(data.inner, group)
+    replicas = dp * cp // group
+    copies_inside = np.maximum(np.minimum(data.inner // cut_inside, replicas), one)
     expert = span(domain, ep, etp)
     sharing = np.maximum(tp * cp * dp // (ep * etp), 1)
     return Placement(
         tensor=span(domain, tp, stride["tp"]),
         context=context,
         data=data,
-        zero=zero,
-        replica=Tiers(
-            inner=np.maximum(np.minimum(data.inner // zero.inner, replicas), one),
-            outer=-(-replicas // np.maximum(np.minimum(data.inner // zero.inner, replicas), one)),
-        ),
+        zero=Tiers(inner=cut_inside, outer=-(-group // cut_inside)),
+        replica=Tiers(inner=copies_inside, outer=-(-replicas // copies_inside)),
         expert=expert,
         expert_tensor=span(domain, etp, one),
         expert_data=span(domain, sharing, ep * etp),

@@ -4,12 +4,9 @@ GB is 10**9 bytes, GiB is 2**30 bytes. A device sold as "80 GB" holds 80 GiB, le
 driver keeps. Conversions happen once, in loaders and printers, with the names below.
 """
 
-KB = 10**3
-MB = 10**6
 GB = 10**9
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 TFLOP = 10**12
 US = 1e-6
-MS = 1e-3

@@ -23,7 +23,6 @@ from torch import Tensor
 
 Tokens = NDArray[np.integer]
 
-NUM_BYTES = 256
 SEPARATOR = b"\x00"  # no text holds it
 LARGEST_UINT16 = np.iinfo(np.uint16).max
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html", ".xml", ".tex")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "planner explain plan.json --why-not tp=8,pp=2"
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-TOP = 2
 SAME = 1e-6  # chosen: beyond the digits of a plan file
 
 
@@ -65,7 +64,7 @@ def _refuse_unheard(arguments: Namespace) -> None:
 
 def _why(plan: "Plan", arguments: Namespace) -> tuple[dict[str, object], list[str]]:
     from planner.codec import encode
-    from planner.explain.reasons import bill, limits
+    from planner.explain.reasons import NOTICEABLE, bill, limits
     from planner.explain.sensitivity import sensitivities
     from planner.judge import judge
     from planner.report import judgement_text
@@ -76,7 +75,7 @@ def _why(plan: "Plan", arguments: Namespace) -> tuple[dict[str, object], list[st
     shares, moves = limits(judgement.time, judgement.layout), sensitivities(plan)
     lines = [judgement_text(judgement, plan.model, plan.job, plan.cluster), ""]
     lines.append("what the step is spent on:")
-    lines += [f"  {100 * share:>5.1f} %  {kind}" for kind, share in shares if share > TOP / 1000]
+    lines += [f"  {100 * share:>5.1f} %  {kind}" for kind, share in shares if share > NOTICEABLE]
     lines.append("10 % better would make the step faster by")
     lines += [f"  {100 * move.gain:>5.1f} %  {move.key}" for move in moves]
     document: dict[str, object] = {

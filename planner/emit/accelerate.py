@@ -18,7 +18,7 @@ from costmodels.job import Optimizer, Precision, Target, TrainingJob
 from costmodels.layout import AXES, ContextParallelType, Layout, Offload, Recompute
 from costmodels.model import ModelSpec
 from planner.emit.emission import CannotExpress, Emission, EmittedFile, Variable
-from planner.emit.launch import MASTER_PORT, Options, command_of, launch_files, num_nodes
+from planner.emit.launch import MASTER_PORT, Options, command_of, launch_files
 from planner.emit.text import Value, Word, comment, yaml_text
 
 CONFIG = "accelerate.yaml"
@@ -64,7 +64,7 @@ def emit_accelerate(
     _refuse(job, layout)
     config: Section = {
         "compute_environment": "LOCAL_MACHINE",
-        "num_machines": num_nodes(cluster),
+        "num_machines": cluster.num_nodes,
         "num_processes": cluster.num_gpus,
         "mixed_precision": _precision(job),
         "main_training_function": "main",

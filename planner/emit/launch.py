@@ -33,11 +33,6 @@ class Options:
     options: tuple[tuple[Word, ...], ...]
 
 
-def num_nodes(cluster: Cluster) -> int:
-    """Return how many hosts the job fills."""
-    return -(-cluster.num_gpus // cluster.gpus_per_node)
-
-
 def processes_per_node(cluster: Cluster) -> int:
     """Return how many GPUs of a host the job takes."""
     return min(cluster.num_gpus, cluster.gpus_per_node)
@@ -47,7 +42,7 @@ def torchrun(cluster: Cluster) -> tuple[str, ...]:
     """Return torchrun with the shape of the cluster."""
     return (
         "torchrun",
-        f"--nnodes={num_nodes(cluster)}",
+        f"--nnodes={cluster.num_nodes}",
         f"--nproc-per-node={processes_per_node(cluster)}",
         f"--master-port={MASTER_PORT}",
     )
@@ -83,7 +78,7 @@ def launch_files(
             called; it knows `--check`.
 
     """
-    nodes = num_nodes(cluster)
+    nodes = cluster.num_nodes
     start = shell_words(program) + (f" {node_words}" if node_words and nodes > 1 else "")
     check = []
     if script:
@@ -132,7 +127,7 @@ def _sbatch(title: str, cluster: Cluster) -> str:
         [
             "#!/usr/bin/env bash",
             f"#SBATCH --job-name={identifier(title)[:64]}",
-            f"#SBATCH --nodes={num_nodes(cluster)}",
+            f"#SBATCH --nodes={cluster.num_nodes}",
             "# One launcher per node starts the ranks of its GPUs.",
             "#SBATCH --ntasks-per-node=1",
             f"#SBATCH --gpus-per-node={processes_per_node(cluster)}",

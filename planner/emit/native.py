@@ -12,7 +12,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import Target
 from costmodels.layout import Layout
 from planner.emit.emission import Emission, EmittedFile, IllegalPlanError, Variable
-from planner.emit.launch import launch_files, num_nodes, processes_per_node, torchrun
+from planner.emit.launch import launch_files, processes_per_node, torchrun
 from planner.emit.text import identifier
 from planner.plan import Plan, plan_text
 from planner.rules import runtime_violations, violations
@@ -165,7 +165,7 @@ def environment_of(plan: Plan) -> tuple[Variable, ...]:
 
 
 def _torchrun(cluster: Cluster) -> tuple[str, ...]:
-    if num_nodes(cluster) > 1:
+    if cluster.num_nodes > 1:
         return torchrun(cluster)
     # On one node torchrun finds a free port by itself, so that jobs do not meet on a fixed one.
     return ("torchrun", "--standalone", f"--nproc-per-node={processes_per_node(cluster)}")

@@ -7,7 +7,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.targets import BEHAVIOURS
+from costmodels.shard import padded_rows
 from planner.emit.emission import CannotExpress, Emission, Variable
 from planner.emit.launch import Options, command_of, launch_files, torchrun
 from planner.emit.megatron.memory import memory_options, optimizer_options
@@ -26,6 +26,7 @@ def emit_megatron(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: 
         raise CannotExpress(Target.MEGATRON, "adapters (--lora-rank)", "leave --lora-rank out")
     if job.chunked_loss:
         raise CannotExpress(Target.MEGATRON, "a chunked loss (--loss chunked)", "use --loss full")
+    padded_vocab = padded_rows(model, Target.MEGATRON, layout.tensor_parallel)
     groups = (
         Options(name="MODEL_ARGS", why="The network.", options=model_options(model, job)),
         Options(
@@ -55,7 +56,7 @@ def emit_megatron(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: 
                 ("--mock-data",),
                 ("--tokenizer-type", "NullTokenizer"),
                 ("--vocab-size", str(model.vocab_size - 1)),  # this tokenizer adds one: end of text
-                ("--padded-vocab-size", str(_padded_vocab_size(model, layout))),
+                ("--padded-vocab-size", str(padded_vocab)),
             ),
         ),
     )
@@ -80,11 +81,6 @@ def _batch(job: TrainingJob, layout: Layout) -> tuple[Option, ...]:
         ("--eval-iters", "0"),
     ]
     return tuple(options)
-
-
-def _padded_vocab_size(model: ModelSpec, layout: Layout) -> int:
-    step = BEHAVIOURS[Target.MEGATRON].vocab_multiple * layout.tensor_parallel
-    return -(-model.vocab_size // step) * step
 
 
 def _environment(job: TrainingJob, cluster: Cluster, layout: Layout) -> tuple[Variable, ...]:
