@@ -93,7 +93,7 @@ def _parser(verb: str | None, module: ModuleType | None) -> argparse.ArgumentPar
         sub = verbs.add_parser(
             name,
             help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
+            description=_sentence(summary),
             epilog=epilog and f"example: {epilog}",
             allow_abbrev=False,
         )
@@ -101,6 +101,10 @@ def _parser(verb: str | None, module: ModuleType | None) -> argparse.ArgumentPar
             module.add_arguments(sub)
             sub.add_argument("--json", action="store_true", help="machine output on stdout")
     return parser
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + ("" if summary.endswith("?") else ".")
 
 
 def _complain(verb: str | None, message: str, status: int, *, as_json: bool) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
 from planner.cli.flags import DEGREES
 from planner.cli.values import counts, offloads, positive
+from planner.meanings import MEANINGS
 
 if TYPE_CHECKING:
     from planner.constraints import Constraints
@@ -27,24 +28,56 @@ def add_constraint_flags(parser: ArgumentParser) -> None:
         "constraints", "an axis that is left out is free; lists mean any of them (1,2,8 or 1..8)"
     )
     for name, long, short in DEGREES:
-        group.add_argument(short, long, dest=name, type=count_choices, metavar="N,N..N")
-    group.add_argument("--zero", type=zero_choices, dest="zero_stage", metavar="0..3")
-    group.add_argument("--zero-group", type=count_choices, metavar="RANKS")
-    group.add_argument("--keep-gathered", action=argparse.BooleanOptionalAction)
-    group.add_argument("--schedule", type=member_choices(Schedule), metavar="NAME,...")
-    group.add_argument("--recompute", type=member_choices(Recompute), metavar="NAME,...")
-    group.add_argument("--recompute-layers", type=positive, metavar="N", help="layers per stage")
-    group.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
-    group.add_argument("--cp-type", type=member_choices(ContextParallelType), metavar="NAME,...")
+        group.add_argument(
+            short, long, dest=name, type=count_choices, metavar="N,N..N", help=MEANINGS[name]
+        )
+    group.add_argument(
+        "--zero",
+        type=zero_choices,
+        dest="zero_stage",
+        metavar="0..3",
+        help=MEANINGS["zero_stage"],
+    )
+    group.add_argument(
+        "--zero-group", type=count_choices, metavar="RANKS", help=MEANINGS["zero_group"]
+    )
+    group.add_argument(
+        "--keep-gathered", action=argparse.BooleanOptionalAction, help=MEANINGS["keep_gathered"]
+    )
+    group.add_argument(
+        "--schedule", type=member_choices(Schedule), metavar="NAME,...", help=_named(Schedule)
+    )
+    group.add_argument(
+        "--recompute", type=member_choices(Recompute), metavar="NAME,...", help=_named(Recompute)
+    )
+    group.add_argument(
+        "--recompute-layers", type=positive, metavar="N", help=MEANINGS["recompute_layers"]
+    )
+    group.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        help=MEANINGS["sequence_parallel"],
+    )
+    group.add_argument(
+        "--cp-type",
+        type=member_choices(ContextParallelType),
+        metavar="NAME,...",
+        help=_named(ContextParallelType),
+    )
     group.add_argument(
         "--offload",
         type=offload_choices,
         metavar="PARTS,...",
-        help="none or parts; + combines two (optimizer+activations)",
+        help=f"{MEANINGS['offload']}: none or parts; + combines two (optimizer+activations)",
     )
-    group.add_argument("--layers-per-stage", type=counts, metavar="N,N,...")
     group.add_argument(
-        "--max-memory-fraction", type=_share, metavar="SHARE", help="of the usable memory"
+        "--layers-per-stage", type=counts, metavar="N,N,...", help=MEANINGS["layers_per_stage"]
+    )
+    group.add_argument(
+        "--max-memory-fraction",
+        type=_share,
+        metavar="SHARE",
+        help="of the usable memory that may fill",
     )
     group.add_argument("--allow-at-risk", action="store_true", help="list what may die, too")
     group.add_argument(
@@ -102,6 +135,10 @@ def offload_choices(text: str) -> tuple[tuple[Offload, ...], ...]:
     """Read combinations of offloaded parts (an argparse type)."""
     combinations = [offloads(word.replace("+", ",")) for word in text.split(",")]
     return tuple(dict.fromkeys(combinations))
+
+
+def _named(kind: type[StrEnum]) -> str:
+    return "any of " + ", ".join(kind)
 
 
 def _numbers(text: str, read: Callable[[str], int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from costmodels.layout import (
     AXES,
     ContextParallelType,
     Layout,
+    Offload,
     Recompute,
     Schedule,
     split_layers,
@@ -21,6 +22,7 @@ from costmodels.layout import (
 from costmodels.model import ModelSpec
 from costmodels.units import GIB
 from planner.cli.values import counts, gibibytes, offloads, positive, rank_order
+from planner.meanings import MEANINGS
 
 DEFAULT_SEQ_LEN = 8192
 DEFAULT_TOKENS = 4 * 2**20  # tokens per step where --global-batch-size is left out
@@ -64,32 +66,87 @@ def add_input_flags(
     parser.add_argument(
         "--global-batch-size", type=positive, metavar="SEQUENCES", help="sequences per step"
     )
-    _add_choice(parser, "--precision", Precision, Precision.BF16)
-    parser.add_argument("--attention", choices=("flash", "unfused"), default="flash")
-    _add_choice(parser, "--optimizer", Optimizer, Optimizer.ADAMW)
-    parser.add_argument("--grad-dtype", choices=("fp32", "bf16"), help="default: the target's")
-    parser.add_argument("--loss", choices=("full", "chunked"), default="full")
+    _add_choice(parser, "--precision", Precision, Precision.BF16, help="format of matrix products")
+    parser.add_argument(
+        "--attention",
+        choices=("flash", "unfused"),
+        default="flash",
+        help="unfused writes the scores to memory",
+    )
+    _add_choice(
+        parser, "--optimizer", Optimizer, Optimizer.ADAMW, help="decides what its states take"
+    )
+    parser.add_argument(
+        "--grad-dtype", choices=("fp32", "bf16"), help="of gradients (default: the target's)"
+    )
+    parser.add_argument(
+        "--loss",
+        choices=("full", "chunked"),
+        default="full",
+        help="chunked never holds the logits whole",
+    )
     parser.add_argument("--lora-rank", type=positive, metavar="R", help="train adapters only")
-    parser.add_argument("--memory-taken-gib", type=gibibytes, default=0.0, metavar="GIB")
-    _add_choice(parser, "--target", Target, Target.NATIVE)
+    parser.add_argument(
+        "--memory-taken-gib",
+        type=gibibytes,
+        default=0.0,
+        metavar="GIB",
+        help="taken on each GPU by something else",
+    )
+    _add_choice(
+        parser, "--target", Target, Target.NATIVE, help="framework whose rules and habits hold"
+    )
 
 
 def add_layout_flags(parser: ArgumentParser) -> None:
     """Add the flags of one layout, as `estimate` takes them."""
     for name, long, short in DEGREES:
-        parser.add_argument(short, long, dest=name, type=positive, metavar="N")
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, dest="zero_stage")
-    parser.add_argument("--zero-group", type=positive, metavar="RANKS")
+        parser.add_argument(short, long, dest=name, type=positive, metavar="N", help=MEANINGS[name])
     parser.add_argument(
-        "--keep-gathered", action="store_true", help="ZeRO-3 gathers weights once per step"
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=0,
+        dest="zero_stage",
+        help=MEANINGS["zero_stage"],
     )
-    _add_choice(parser, "--schedule", Schedule, None)
-    _add_choice(parser, "--recompute", Recompute, Recompute.NONE)
-    parser.add_argument("--recompute-layers", type=positive, metavar="N", help="layers per stage")
-    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction)
-    _add_choice(parser, "--cp-type", ContextParallelType, ContextParallelType.RING)
-    parser.add_argument("--offload", type=offloads, default=(), metavar="PARTS")
-    parser.add_argument("--layers-per-stage", type=counts, metavar="N,N,...")
+    parser.add_argument(
+        "--zero-group",
+        type=positive,
+        metavar="RANKS",
+        help=f"{MEANINGS['zero_group']} (default: all of dp x cp)",
+    )
+    parser.add_argument("--keep-gathered", action="store_true", help=MEANINGS["keep_gathered"])
+    _add_choice(parser, "--schedule", Schedule, None, help=MEANINGS["schedule"])
+    _add_choice(parser, "--recompute", Recompute, Recompute.NONE, help=MEANINGS["recompute"])
+    parser.add_argument(
+        "--recompute-layers", type=positive, metavar="N", help=MEANINGS["recompute_layers"]
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        help=f"{MEANINGS['sequence_parallel']} (default: where tp is above 1)",
+    )
+    _add_choice(
+        parser,
+        "--cp-type",
+        ContextParallelType,
+        ContextParallelType.RING,
+        help=MEANINGS["context_parallel_type"],
+    )
+    parser.add_argument(
+        "--offload",
+        type=offloads,
+        default=(),
+        metavar="PARTS",
+        help=f"{MEANINGS['offload']}: none, or a comma list of {', '.join(Offload)}",
+    )
+    parser.add_argument(
+        "--layers-per-stage",
+        type=counts,
+        metavar="N,N,...",
+        help=f"{MEANINGS['layers_per_stage']} (default: as even as they go)",
+    )
     parser.add_argument(
         "--rank-order",
         type=rank_order,

@@ -14,31 +14,32 @@ from costmodels.layout import Layout
 from planner.emit.emission import Emission, EmittedFile, IllegalPlanError, Variable
 from planner.emit.launch import launch_files, processes_per_node, torchrun
 from planner.emit.text import identifier
+from planner.meanings import MEANINGS
 from planner.plan import Plan, plan_text
 from planner.rules import runtime_violations, violations
 from planner.rules.native_jobs import job_refusals
 
 SCRIPT, PLAN_FILE = "train.py", "plan.json"
 
-# What the script shows of a layout, and what it says of it.
-CHOICES = {
-    "data_parallel": "copies of the model that read other sequences",
-    "tensor_parallel": "ranks that share each layer's matrices",
-    "pipeline_parallel": "ranks that share the layers",
-    "context_parallel": "ranks that share each sequence",
-    "expert_parallel": "ranks that share the experts",
-    "zero_stage": "what data-parallel ranks share out: 1 optimizer, 2 gradients, 3 weights too",
-    "zero_group": "ranks that share one copy of it",
-    "keep_gathered": "stage 3 gathers weights once per step, not for each forward and backward",
-    "micro_batch_size": "sequences of one forward",
-    "num_micro_batches": "forwards of one step on each pipeline",
-    "stages_per_rank": "pieces of the model on each pipeline rank",
-    "schedule": "order of the pipeline's forwards and backwards",
-    "layers_per_stage": "whole layers, in model order",
-    "recompute": "what backward computes again instead of keeping",
-    "recompute_layers": "how many layers of each stage, under full (0: all)",
-    "sequence_parallel": "norms and residuals are cut along the sequence too",
-}
+# What the script shows of a layout; plan.json holds the rest.
+CHOICES = (
+    "data_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "zero_stage",
+    "zero_group",
+    "keep_gathered",
+    "micro_batch_size",
+    "num_micro_batches",
+    "stages_per_rank",
+    "schedule",
+    "layers_per_stage",
+    "recompute",
+    "recompute_layers",
+    "sequence_parallel",
+)
 
 TRAIN = '''"""Trains {model} on {num_ranks} rank(s). Made by planner apply; yours to edit."""
 
@@ -123,8 +124,8 @@ def train_script(plan: Plan, module: str | None = None) -> str:
     """Return train.py: the plan's choices, the module's function where one was named, the loop."""
     named = "" if module is None else MODULE.format(reference=module)
     lines = [
-        f"    # {meaning}\n    {_quoted(name)}: {_literal(plan.layout, name)},"
-        for name, meaning in CHOICES.items()
+        f"    # {MEANINGS[name]}\n    {_quoted(name)}: {_literal(plan.layout, name)},"
+        for name in CHOICES
     ]
     return TRAIN.format(
         model=identifier(plan.model.name),
