@@ -78,8 +78,8 @@ def _fitted(table: Path) -> "HardwareProfile":
         f"{fitted.num_runs} runs of {fitted.profile.name}: mean error {fitted.mean_error:.1%}, "
         f"{fitted.error_before:.1%} with its generation's constants"
     )
-    for fight in fitted.fights:
-        _say(f"  {fight.run} fights the fit: predicted {fight.error:+.0%}")
+    for outlier in fitted.outliers:
+        _say(f"  outlier: {outlier.run} is predicted {outlier.error:+.0%} off")
     return fitted.profile
 
 

@@ -18,14 +18,14 @@ from planner.measured.fit import Fitted, Sample, fit_constants, read_samples
 from planner.measured.fit_parameters import FOLLOWERS, fitted_parameters
 from planner.measured.models import Row
 
-FIGHTS = 3.0  # chosen: robust standard deviations beyond which a run fights the fit
+OUTLYING = 3.0  # chosen: robust standard deviations beyond which a run is an outlier
 LEAST_SPREAD = 0.02  # runs within 2 % repeat each other: the noise of identical repeats
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 FEWEST_RUNS = 3  # chosen: below that a fit is a copy of the runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fight:
+class Outlier:
     """A run that the fitted constants do not reach.
 
     Attributes:
@@ -51,7 +51,7 @@ class FittedProfile:
     num_runs: int
     mean_error: float
     error_before: float
-    fights: tuple[Fight, ...]
+    outliers: tuple[Outlier, ...]
 
 
 def fit_profile(
@@ -84,7 +84,7 @@ def fit_profile(
         num_runs=len(samples),
         mean_error=_mean_error(fitted),
         error_before=_mean_error(start),
-        fights=_fights(rows, samples, fitted),
+        outliers=_outliers(rows, samples, fitted),
     )
 
 
@@ -140,14 +140,16 @@ def _mean_error(fitted: Fitted) -> float:
     return float(np.mean(np.abs(np.expm1(fitted.errors))))
 
 
-def _fights(rows: Sequence[Row], samples: Sequence[Sample], fitted: Fitted) -> tuple[Fight, ...]:
-    limit = FIGHTS * max(_sigma(fitted), LEAST_SPREAD)
+def _outliers(
+    rows: Sequence[Row], samples: Sequence[Sample], fitted: Fitted
+) -> tuple[Outlier, ...]:
+    limit = OUTLYING * max(_sigma(fitted), LEAST_SPREAD)
     found = [
-        Fight(run=_name(rows, sample), error=math.expm1(error))
+        Outlier(run=_name(rows, sample), error=math.expm1(error))
         for sample, error in zip(samples, fitted.errors, strict=True)
         if abs(error) > limit
     ]
-    return tuple(sorted(found, key=lambda fight: (-abs(fight.error), fight.run)))
+    return tuple(sorted(found, key=lambda outlier: (-abs(outlier.error), outlier.run)))
 
 
 def _name(rows: Sequence[Row], sample: Sample) -> str:

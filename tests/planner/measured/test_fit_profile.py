@@ -68,7 +68,7 @@ def test_constants_that_no_run_tells_stay_as_they_are(own_constants):
 
 def test_a_run_that_differs_from_all_others_is_named(runs):
     slow = {**runs[0], "id": "odd", "tokens_per_sec_per_gpu": "1"}
-    assert "odd" in [fight.run for fight in fit_profile([*runs, slow]).fights]
+    assert "odd" in [outlier.run for outlier in fit_profile([*runs, slow]).outliers]
 
 
 def test_a_run_above_the_machines_peak_is_refused_by_name(runs):
