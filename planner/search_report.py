@@ -12,7 +12,7 @@ from planner.constraints import FREE, Constraints
 from planner.contract import SCHEMA, judgement_json, layout_json
 from planner.explain.advice import advice
 from planner.explain.margins import margins
-from planner.explain.no_layout import broken_by_all
+from planner.explain.no_layout import plainest_and_its_violations
 from planner.explain.reasons import limits, why_first
 from planner.judge import Judgement
 from planner.plan import Plan, SolverStatus
@@ -130,7 +130,7 @@ def _violations_json(answer: Answer) -> list[Json]:
     last = answer.found[-1]
     if answer.plans or last.result.nearest_miss is not None:
         return []
-    return [encode(violation) for violation in _broken_by_all(answer, last)[1]]
+    return [encode(violation) for violation in _plainest(answer, last)[1]]
 
 
 def _notes_json(answer: Answer) -> dict[str, object]:
@@ -176,8 +176,8 @@ def _status(answer: Answer) -> str:
     return "optimal" if all(status == "optimal" for status in with_plans) else "feasible"
 
 
-def _broken_by_all(answer: Answer, found: Sized) -> tuple[Layout, tuple[Violation, ...]]:
-    return broken_by_all(answer.model, found.job, found.cluster, answer.constraints)
+def _plainest(answer: Answer, found: Sized) -> tuple[Layout, tuple[Violation, ...]]:
+    return plainest_and_its_violations(answer.model, found.job, found.cluster, answer.constraints)
 
 
 def _miss_json(answer: Answer, miss: NearestMiss | None) -> dict[str, Json] | None:
@@ -247,7 +247,7 @@ def _reason_lines(answer: Answer, found: Sized) -> list[str]:
 def _miss_lines(answer: Answer, found: Sized) -> list[str]:
     miss = found.result.nearest_miss
     if miss is None:
-        layout, broken = _broken_by_all(answer, found)
+        layout, broken = _plainest(answer, found)
         lines = [f"  {violation.rule}: {violation.message}" for violation in broken]
         asked = [f"asked for: {layout_words(layout)}"] if broken else []
         return ["no layout is legal under these constraints", *asked, *lines]

@@ -157,10 +157,12 @@ def _answer(asked: _Question) -> "Answer":
 def _why_no_count_fits(asked: _Question) -> str:
     """Say which rules one node breaks already, where it breaks any."""
     from costmodels.hardware import make_cluster
-    from planner.explain.no_layout import broken_by_all
+    from planner.explain.no_layout import plainest_and_its_violations
 
     cluster = make_cluster(asked.profile, asked.node, asked.node)
-    _, broken = broken_by_all(asked.model, asked.job_of(asked.node), cluster, asked.constraints)
+    _, broken = plainest_and_its_violations(
+        asked.model, asked.job_of(asked.node), cluster, asked.constraints
+    )
     reasons = "; ".join(f"{violation.rule}: {violation.message}" for violation in broken)
     words = "no number of GPUs fits under these constraints"
     return f"{words}; on {asked.node} GPUs {reasons}" if reasons else words

@@ -16,10 +16,18 @@ _SMALL_SHAPES = ((1, 1), (2, 1), (2, 2))  # ranks, stages per rank: one of them 
 _FILLED = 4  # micro-batches that fill each of them
 
 
-def broken_by_all(
+def plainest_and_its_violations(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: Constraints
 ) -> tuple[Layout, tuple[Violation, ...]]:
-    """Return a layout within the constraints and the rules that it breaks, perhaps none."""
+    """Return the plainest layout within the constraints, and the rules that it breaks, if any.
+
+    Args:
+        model: The network.
+        job: What is trained per step.
+        cluster: The machine.
+        constraints: What the user fixed; the first value of each list stands for all.
+
+    """
     layout = _plain_layout(model, job, cluster, constraints)
     return layout, violations(model, job, cluster, layout)
 
