@@ -29,7 +29,11 @@ class Target(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """Optimizers, by the memory of their states (see CONTRACT wording in the README)."""
+    """Optimizers, by what they keep of each weight beside a 16-bit one (`states.OPTIMIZER_BYTES`).
+
+    `adamw` has an fp32 master weight and two fp32 moments, `adamw-bf16` two bf16 moments and no
+    master, `adamw-8bit` an fp32 master and two 8-bit moments, `sgd` nothing.
+    """
 
     ADAMW = "adamw"
     ADAMW_BF16 = "adamw-bf16"
@@ -50,6 +54,7 @@ class Switches:
             write the scores to memory.
         fused_norm: Normalisation as one kernel; otherwise each step passes through memory and
             fp32 copies are kept.
+        fused_cross_entropy: The loss as one kernel that reads the logits in their own format.
         overlap_grad_reduce: Data-parallel communication hides behind backward.
         overlap_tensor_parallel: Tensor-parallel collectives hide behind their GEMMs.
         overlap_expert_parallel: Expert all-to-all hides behind computation.
@@ -60,6 +65,9 @@ class Switches:
         separate_gates: The gate of a feed-forward block is a layer of its own, which reduces its
             input's gradient over the tensor axis by itself where the sequence is not split.
         rowwise_fp8: 8-bit products have a scale per row of each operand, not one per tensor.
+        expandable_segments: The allocator maps memory page by page, which leaves next to no holes.
+        fp8_all_gather: ZeRO-3 gathers weights in 8 bits.
+        power_limited: Boards run below their full power (`limited_power_share` of the profile).
 
     """
 
