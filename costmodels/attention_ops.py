@@ -10,10 +10,9 @@ Ulysses: arXiv:2309.14509, section 3.
 
 from costmodels.job import Target, TrainingJob
 from costmodels.model import LatentAttention, LayerKind, ModelSpec
-from costmodels.ops import Attention, Collective, Gemm, MemoryPass, Op, Size
+from costmodels.ops import HALF, Attention, Collective, Gemm, MemoryPass, Op, Size
 from costmodels.shard import Shard, per_rank
 
-HALF = 2  # bytes of a 16-bit element
 # Bytes that pass through memory per score, forward and backward, beside the two products. Fused:
 # read, scale, mask, softmax, write, then dropout. Unfused: scale, mask, cast to fp32, softmax and
 # cast back are kernels of their own. Kind: chosen, from the dtypes and passes of each kernel.

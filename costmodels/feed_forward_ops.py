@@ -11,11 +11,9 @@ arXiv:2412.19437, section 3.2.2.
 
 from costmodels.job import Target, TrainingJob
 from costmodels.model import MixtureOfExperts, ModelSpec
-from costmodels.ops import Collective, Gemm, MemoryPass, Op, Size
+from costmodels.ops import FULL, HALF, Collective, Gemm, MemoryPass, Op, Size
 from costmodels.shard import Shard, per_rank
 
-HALF = 2  # bytes of a 16-bit element
-_FULL = 4  # bytes of an fp32 element
 _COUNT = 8  # bytes of a number of rows
 # Kernels that sort token copies by expert, one way. Kind: chosen. Around a plain all-to-all these
 # are torch's sorts, index maps and gathers. DeepEP and HybridEP hand over a routing map, and fused
@@ -94,8 +92,8 @@ def expert_ops(
         MemoryPass(  # scores, top-k, weights, counts: small kernels over fp32 scores
             name="routing",
             module="moe",
-            forward=6 * _FULL * tokens * moe.num_experts,
-            backward=4 * _FULL * tokens * moe.num_experts,
+            forward=6 * FULL * tokens * moe.num_experts,
+            backward=4 * FULL * tokens * moe.num_experts,
             forward_kernels=60,
             backward_kernels=30,
             host_waits=True,
@@ -134,7 +132,7 @@ def _balance(shard: Shard, moe: MixtureOfExperts) -> tuple[Op, ...]:
     """Tell the ranks that share sequences what their tokens chose: fp32 per sequence and expert."""
     if not moe.balance_loss:
         return ()
-    payload = _FULL * shard.micro_batch_size * moe.num_experts
+    payload = FULL * shard.micro_batch_size * moe.num_experts
     return tuple(
         Collective(
             name="balance_counts",

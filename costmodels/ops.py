@@ -10,6 +10,9 @@ from typing import Any
 
 Size = Any  # int, or an int64 array with one entry per layout
 
+HALF = 2  # bytes of a 16-bit element
+FULL = 4  # bytes of an fp32 element
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:

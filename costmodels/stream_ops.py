@@ -5,10 +5,9 @@ of one rank under a Shard. Sources of the regions' collectives: see `workload`.
 """
 
 from costmodels.job import Precision, Target, TrainingJob
-from costmodels.ops import Collective, MemoryPass, Op, Size
+from costmodels.ops import HALF, Collective, MemoryPass, Op, Size
 from costmodels.shard import Shard
 
-HALF = 2  # bytes of a 16-bit element
 # Bytes per element of a norm, forward and backward: one kernel that reads and writes 16 bits; or
 # cast, square, mean, scale, cast, weight as kernels of their own on fp32 copies. Kind: chosen.
 _NORM_BYTES = {True: (4, 6), False: (34, 56)}

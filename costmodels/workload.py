@@ -24,12 +24,11 @@ from costmodels.attention_ops import attention_ops
 from costmodels.feed_forward_ops import dense_ops, expert_ops, shared_gate_ops
 from costmodels.job import Precision, TrainingJob
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.ops import Block, Collective, Gemm, MemoryPass, Op, Size, widened
+from costmodels.ops import FULL, HALF, Block, Collective, Gemm, MemoryPass, Op, Size, widened
 from costmodels.shard import Shard, padded_rows, per_rank
-from costmodels.stream_ops import HALF, branches, enter, leave, norm, residual
+from costmodels.stream_ops import branches, enter, leave, norm, residual
 from costmodels.targets import BEHAVIOURS, fuses_loss, works_on_whole_logits
 
-FULL = 4  # bytes of an fp32 element
 # Bytes per logit of the loss, forward and backward. In chunks: read the logits once, write their
 # gradient in place. Unfused: cast to fp32, maximum, shift, exponential, sum, gather, then scale
 # and cast back. Kind: chosen.
