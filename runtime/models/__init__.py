@@ -59,9 +59,8 @@ def build_model(
             raise ValueError(f"{spec.name}: the native runtime does not train {feature}")
     with torch.device(device):
         model = family(spec)
-    for (
-        parameter
-    ) in model.parameters():  # buffers keep theirs: frequencies and corrections are fp32
+    # Buffers keep their own: frequencies and corrections are fp32.
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 

@@ -21,9 +21,8 @@ from costmodels.model import ModelSpec
 from runtime.models import rope
 from runtime.models.rms_norm import RmsNorm
 
-_LATENT_EPSILON = (
-    1e-6  # of the norms on compressed forms, whatever the model's own; DeepSeek's code
-)
+# Of the norms on compressed forms, whatever the model's own. Source: DeepSeek's published code.
+_LATENT_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Module):
