@@ -33,45 +33,16 @@ from costmodels.overlap import overlap_of
 from costmodels.placement import Placement, place
 from costmodels.rank_weights import RankWeights, embedding_weights, head_weights, layer_weights
 from costmodels.rates import Rates, rates_of
+from costmodels.recompute_modules import module_shares
 from costmodels.rows import take_rows
 from costmodels.shard import shards_of
 from costmodels.state_costs import BlockGathers, StateCosts, block_gathers, state_costs
-from costmodels.targets import BEHAVIOURS
 from costmodels.workload import build_workload
 
 Seconds = NDArray[np.float64]
 
 SELECTIVE_CODE = RECOMPUTES.index(Recompute.SELECTIVE)
 FULL_CODE = RECOMPUTES.index(Recompute.FULL)
-
-# Shares of modules that named policies run again. torchtitan's "per-op" keeps the results of every
-# second product and of attention, and makes the rest again; "every-2nd-layer" is full recompute of
-# half the layers. Source: torchtitan/distributed/activation_checkpoint.py.
-_POLICIES: dict[str, tuple[tuple[str, float], ...]] = {
-    "per-op": (
-        ("layernorm", 1.0),
-        ("residual", 1.0),
-        ("mlp", 0.5),
-        ("attention", 0.5),
-        ("tensor_parallel", 1.0),
-    ),
-    "every-2nd-layer": tuple(
-        (module, 0.5)
-        for module in (
-            "layernorm",
-            "residual",
-            "mlp",
-            "attention",
-            "core_attn",
-            "mla_up_proj",
-            "moe",
-            "moe_act",
-            "tensor_parallel",
-        )
-    ),
-    "moe": (("moe", 1.0), ("moe_act", 1.0)),
-    "mlp": (("mlp", 1.0),),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +136,7 @@ def layout_costs(
     """
     rates, placement = rates_of(job, cluster.profile), place(table, cluster)
     first, shard_of_row = _distinct_shards(table, placement)
-    shards = table.take(first)
-    shard = shards_of(shards, job)
+    shard = shards_of(table.take(first), job)
     pricing = Pricing(
         rates=rates,
         overlap=overlap_of(job),
@@ -211,12 +181,6 @@ def _as_on(job: TrainingJob, cluster: Cluster) -> TrainingJob:
     if cluster.profile.generation != "cpu":
         return job
     return replace(job, switches=replace(job.switches, fused_norm=False))
-
-
-def module_shares(job: TrainingJob, modules: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    """Return the modules that selective recomputation runs again, with the share of each."""
-    names = modules or BEHAVIOURS[job.target].selective_modules
-    return tuple(pair for name in names for pair in _POLICIES.get(name, ((name, 1.0),)))
 
 
 def _distinct_shards(
