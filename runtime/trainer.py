@@ -15,7 +15,7 @@ from runtime.context import context_share
 from runtime.data import Source, SyntheticStream, micro_batches, open_data, share_of
 from runtime.executor import Executor
 from runtime.expert_bias import BiasUpdates
-from runtime.first_values import Initialiser  # noqa: TC001  (imports look alike everywhere)
+from runtime.first_values import Initialiser
 from runtime.grid import coordinates
 from runtime.initialise import normal_initialiser
 from runtime.lower import program_of
@@ -64,7 +64,6 @@ class Trainer:
             ValueError: The plan, the module or an option cannot be carried out.
 
         """
-        layout = plan.layout
         self.step = 0
         self._plan = plan
         self._options = options
@@ -74,23 +73,18 @@ class Trainer:
             if options.trace
             else None
         )
-        mesh = world.mesh(layout)
+        mesh = world.mesh(plan.layout)
         self._mesh = mesh if self._trace is None else observed(mesh, self._trace)
         self._source = open_source(plan, options)
         self._settings = options.optimizer_settings(OptimizerSettings(kind=plan.job.optimizer))
-        formats = precisions(plan.job)
-        built = module_of_plan(plan, module, seed=options.seed, device=world.device)
-        values: Initialiser = (
-            normal_initialiser(options.seed, plan.model.num_layers, world.device)
-            if built is None
-            else built.values
+        program, first_values, warnings = self._lowered(module)
+        self._states = ShardedStates(
+            program, self._mesh, precisions(plan.job), initialise=first_values
         )
-        lowered = lowered_plan(plan, built, capacity_factor=options.capacity_factor)
-        program = program_of(lowered, layout, self._mesh)
-        self._states = ShardedStates(program, self._mesh, formats, initialise=values)
         self.executor = Executor(program, self._mesh, self._states, trace=self._trace)
         self.optimizer = ShardedOptimizer(self._states, self._settings, checks_norm=True)
-        self._biases = self._bias_updates(program)
+        rate = options.bias_update_rate
+        self._biases = BiasUpdates(program, self._mesh, rate) if rate else None
         self._dropped = DroppedShares(program, self._mesh) if options.capacity_factor else None
         self._run_state = RunState(
             plan,
@@ -111,8 +105,19 @@ class Trainer:
         self._stop = False  # all ranks; set where they agree, and nowhere else
         self._start = time.perf_counter()
         if world.rank == 0:
-            for warning in (*(built.warnings if built else ()), *program.warnings):
+            for warning in warnings:
                 print(f"warning: {warning}", file=sys.stderr)  # noqa: T201  (progress)
+
+    def _lowered(self, module: str | None) -> tuple[Program, Initialiser, tuple[str, ...]]:
+        """Return this rank's program, what gives its weights their first values, and warnings."""
+        plan, options, device = self._plan, self._options, self._world.device
+        built = module_of_plan(plan, module, seed=options.seed, device=device)
+        lowered = lowered_plan(plan, built, capacity_factor=options.capacity_factor)
+        program = program_of(lowered, plan.layout, self._mesh)
+        if built is not None:
+            return program, built.values, (*built.warnings, *program.warnings)
+        values = normal_initialiser(options.seed, plan.model.num_layers, device)
+        return program, values, program.warnings
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left.
@@ -197,10 +202,6 @@ class Trainer:
                 dropped_share=dropped,
             )
         )
-
-    def _bias_updates(self, program: Program) -> BiasUpdates | None:
-        rate = self._options.bias_update_rate
-        return BiasUpdates(program, self._mesh, rate) if rate else None
 
     def _agree(self, *mine: float) -> list[float]:
         """Return the largest figures of all ranks; on the way, all learn whether one must stop."""

@@ -70,18 +70,16 @@ def dispatched_experts(
             capacity; recomputation adds them again.
 
     """
+    tokens, lead = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], -1)
     routing = _routing(*rule)
-    tokens = x.reshape(-1, x.shape[-1])
     scores = scores_of(F.linear(tokens, router), routing)
     experts, weights = choose(scores, correction, routing)
     if mesh is not None and routing.balance:
-        lead = (*x.shape[:-1], -1)
         choice = weights.view(lead), scores.view(lead), experts.view(lead)
         weights = balanced(*choice, routing.balance * token_weight, mesh).flatten(0, -2)
-    chosen = experts.flatten()
-    num_dropped = 0
+    chosen, num_dropped = experts.flatten(), 0
     if capacity and mesh is not None:
-        kept = kept_choices(experts.view(*x.shape[:-1], -1), len(router), capacity, mesh).flatten()
+        kept = kept_choices(experts.view(lead), len(router), capacity, mesh).flatten()
         num_dropped = len(kept) - int(kept.sum())  # waits for the device: rows are cut to the rest
         if dropped is not None:
             dropped += torch.tensor((num_dropped, len(kept)), device=dropped.device)
@@ -94,11 +92,7 @@ def dispatched_experts(
     rows = spread(tokens, order, inverse)
     if num_dropped:
         rows = rows.narrow(0, 0, len(chosen) - num_dropped)
-    if mesh is None or mesh.size("ep") * mesh.size("etp") == 1:
-        answers = _compute(rows, gate_up, down, local_counts(counts, len(rows)))
-    else:
-        traffic = meet(counts, len(rows), mesh)
-        answers = _visit(rows, gate_up, down, traffic, mesh)
+    answers = _answers(rows, counts, gate_up, down, mesh)
     if num_dropped:
         answers = F.pad(answers, (0, 0, 0, num_dropped))
     by_token = torch.unflatten(take(answers, inverse), 0, (len(tokens), -1))
@@ -115,6 +109,15 @@ def _counts(chosen: Tensor, num_experts: int) -> Tensor:
 def _routing(*fields: Any) -> Routing:
     names = ("top_k", "scoring", "normalize", "scaling", "num_groups", "groups_per_token")
     return Routing(**dict(zip((*names, "balance"), fields, strict=True)))
+
+
+def _answers(
+    rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor, mesh: Mesh | None
+) -> Tensor:
+    """Return what the experts say of rows that are sorted by expert, here or on other ranks."""
+    if mesh is None or mesh.size("ep") * mesh.size("etp") == 1:
+        return _compute(rows, gate_up, down, local_counts(counts, len(rows)))
+    return _visit(rows, gate_up, down, meet(counts, len(rows), mesh), mesh)
 
 
 def _compute(rows: Tensor, gate_up: Tensor, down: Tensor, counts: tuple[int, ...]) -> Tensor:
