@@ -44,6 +44,21 @@ def add_constraint_flags(parser: ArgumentParser) -> None:
     group.add_argument(
         "--keep-gathered", action=argparse.BooleanOptionalAction, help=MEANINGS["keep_gathered"]
     )
+    _add_choice_flags(group)
+    group.add_argument(
+        "--max-memory-fraction",
+        type=_share,
+        metavar="SHARE",
+        help="of the usable memory that may fill",
+    )
+    group.add_argument("--allow-at-risk", action="store_true", help="list what may die, too")
+    group.add_argument(
+        "--tokens-per-expert", type=positive, metavar="N", help="at least so many per micro-batch"
+    )
+
+
+def _add_choice_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of choices: schedule, recomputation, sequence and context axis, offload."""
     group.add_argument(
         "--schedule", type=member_choices(Schedule), metavar="NAME,...", help=_named(Schedule)
     )
@@ -72,16 +87,6 @@ def add_constraint_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--layers-per-stage", type=counts, metavar="N,N,...", help=MEANINGS["layers_per_stage"]
-    )
-    group.add_argument(
-        "--max-memory-fraction",
-        type=_share,
-        metavar="SHARE",
-        help="of the usable memory that may fill",
-    )
-    group.add_argument("--allow-at-risk", action="store_true", help="list what may die, too")
-    group.add_argument(
-        "--tokens-per-expert", type=positive, metavar="N", help="at least so many per micro-batch"
     )
 
 

@@ -35,35 +35,10 @@ def read_layouts(
         UnsupportedRowError: The planner cannot express the row.
 
     """
-    data_parallel, tensor_parallel = integer(row, "dp"), integer(row, "tp")
-    pipeline_parallel, context_parallel = integer(row, "pp"), integer(row, "cp")
+    data_parallel, pipeline_parallel = integer(row, "dp"), integer(row, "pp")
     counts = _stages_per_rank(row, model, job, pipeline_parallel, notes)
-    shards = data_parallel * context_parallel
-    zero_stage, zero_group = _zero(row, shards, notes)
-    base = Layout(
-        data_parallel=data_parallel,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        context_parallel=context_parallel,
-        expert_parallel=integer(row, "ep", 1),
-        expert_tensor_parallel=integer(row, "etp", 1),
-        zero_stage=zero_stage,
-        zero_group=zero_group,
-        stages_per_rank=counts[0],
-        schedule=_schedule(row, counts[0]),
-        sequence_parallel=tensor_parallel > 1 and row["sp"] != "0",
-        layers_per_stage=_stages(row, model, job.target, pipeline_parallel * counts[0]),
-        recompute_modules=tuple(row["recompute_modules"].split()),
-    )
-    splits = [
-        replace(
-            base,
-            stages_per_rank=count,
-            schedule=_schedule(row, count),
-            layers_per_stage=_stages(row, model, job.target, pipeline_parallel * count),
-        )
-        for count in counts
-    ]
+    zero = _zero(row, data_parallel * integer(row, "cp"), notes)
+    splits = [_with_stages(row, model, job, zero, count) for count in counts]
     readings = [
         one for split in splits for one in _recompute_readings(row, model, job.target, split)
     ]
@@ -82,6 +57,29 @@ def read_layouts(
         replace(reading, micro_batch_size=size, num_micro_batches=per_replica // size)
         for reading in readings
         for size in sizes
+    )
+
+
+def _with_stages(
+    row: Row, model: ModelSpec, job: TrainingJob, zero: tuple[int, int], stages_per_rank: int
+) -> Layout:
+    """Return what a row states as a layout with a number of stages per rank."""
+    tensor_parallel, pipeline_parallel = integer(row, "tp"), integer(row, "pp")
+    zero_stage, zero_group = zero
+    return Layout(
+        data_parallel=integer(row, "dp"),
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=integer(row, "cp"),
+        expert_parallel=integer(row, "ep", 1),
+        expert_tensor_parallel=integer(row, "etp", 1),
+        zero_stage=zero_stage,
+        zero_group=zero_group,
+        stages_per_rank=stages_per_rank,
+        schedule=_schedule(row, stages_per_rank),
+        sequence_parallel=tensor_parallel > 1 and row["sp"] != "0",
+        layers_per_stage=_stages(row, model, job.target, pipeline_parallel * stages_per_rank),
+        recompute_modules=tuple(row["recompute_modules"].split()),
     )
 
 
