@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from planner.judge import Verdict
-from planner.measured.models import Row
+from planner.measured.columns import Row
 from planner.measured.validate import UNSUPPORTED
 
 

@@ -30,10 +30,10 @@ from costmodels.hardware import Calibration, Cluster
 from costmodels.layout import Layout
 from costmodels.terms import TimeEstimate
 from planner.codec import rounded
+from planner.measured.columns import Row, UnsupportedRowError
 from planner.measured.errors import measured_rate, scored
 from planner.measured.fit_loss import family_weights, loss_terms
 from planner.measured.fit_parameters import FOLLOWERS, Parameter, fitted_parameters, hears
-from planner.measured.models import Row, UnsupportedRowError
 from planner.measured.robust_step import solve
 from planner.measured.rows import MeasuredJob, interpret
 from planner.measured.validate import PREDICTED, best_reading

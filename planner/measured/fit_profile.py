@@ -14,9 +14,9 @@ import numpy as np
 
 from costmodels.hardware import Calibration, HardwareProfile, Provenance
 from costmodels.parameters import model_flops_per_token
+from planner.measured.columns import Row
 from planner.measured.fit import Fitted, Sample, fit_constants, read_samples
 from planner.measured.fit_parameters import FOLLOWERS, fitted_parameters
-from planner.measured.models import Row
 
 OUTLYING = 3.0  # chosen: robust standard deviations beyond which a run is an outlier
 LEAST_SPREAD = 0.02  # runs within 2 % repeat each other: the noise of identical repeats

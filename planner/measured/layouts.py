@@ -10,7 +10,7 @@ from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.model import ModelSpec
 from costmodels.parameters import matmul_parameters
-from planner.measured.models import Row, UnsupportedRowError, integer, runs_on
+from planner.measured.columns import Row, UnsupportedRowError, integer, runs_on
 
 # Modules that are cheap to run again for the memory that they free (Megatron-Bridge's recipes for
 # expert models).

@@ -3,13 +3,11 @@
 Columns are described with the table; blanks mean "not stated".
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
 from costmodels.parameters import num_parameters
-
-Row = Mapping[str, str]
+from planner.measured.columns import Row, UnsupportedRowError, integer
 
 # Published shapes of latent attention (DeepSeek-V2, arXiv:2405.04434; V2-Lite has no query
 # compression). A row gives its parameter count, which tells the two apart.
@@ -17,15 +15,6 @@ LATENT = LatentAttention(
     q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )
 LATENT_ATTENTIONS = (LATENT, replace(LATENT, q_lora_rank=None))
-
-
-class UnsupportedRowError(ValueError):
-    """A row that the planner cannot express, with the reason."""
-
-
-def runs_on(row: Row, software: Sequence[str]) -> bool:
-    """Tell whether a row's framework is one of some, each given by a part of its name."""
-    return any(part in row["framework"].lower() for part in software)
 
 
 def read_model_columns(row: Row) -> ModelSpec:
@@ -77,19 +66,3 @@ def _with_latent_attention(model: ModelSpec, row: Row) -> ModelSpec:
     stated = float(row["params_b"] or 0) * 1e9
     candidates = [replace(model, latent_attention=latent) for latent in LATENT_ATTENTIONS]
     return min(candidates, key=lambda candidate: abs(num_parameters(candidate) - stated))
-
-
-def integer(row: Row, column: str, default: int | None = None) -> int:
-    """Return a whole number; without a default, UnsupportedRowError where it is not stated."""
-    text = row[column]
-    if not text:
-        if default is None:
-            raise UnsupportedRowError(f"{column} is not stated")
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise UnsupportedRowError(f"{column} is {text!r}, not a number") from None
-    if not value.is_integer():  # nor is NaN or an infinity
-        raise UnsupportedRowError(f"{column} is {text!r}, not a whole number")
-    return int(value)

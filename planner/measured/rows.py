@@ -11,14 +11,9 @@ from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from costmodels.profile_toml import make_cluster, read_profile
+from planner.measured.columns import Row, UnsupportedRowError, integer, runs_on
 from planner.measured.layouts import read_layouts
-from planner.measured.models import (
-    Row,
-    UnsupportedRowError,
-    integer,
-    read_model_columns,
-    runs_on,
-)
+from planner.measured.models import read_model_columns
 
 PROFILES = {
     "V100-SXM2-16GB": "v100-sxm2-16gb",

@@ -13,7 +13,7 @@ from costmodels.units import GIB
 from planner.codec import rounded
 from planner.files import read_text
 from planner.judge import Judgement, Verdict, judge
-from planner.measured.models import Row
+from planner.measured.columns import Row
 from planner.measured.rows import MeasuredJob, interpret
 
 PREDICTED = (

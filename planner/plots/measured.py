@@ -15,8 +15,8 @@ from statistics import median, quantiles
 
 from costmodels.profile_toml import read_profile
 from planner.files import read_text
+from planner.measured.columns import Row
 from planner.measured.errors import throughput_ratio
-from planner.measured.models import Row
 from planner.measured.rows import PROFILES
 from planner.plan import read_plan
 from planner.report import layout_words

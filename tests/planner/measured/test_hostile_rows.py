@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.measured.models import UnsupportedRowError, integer
+from planner.measured.columns import UnsupportedRowError, integer
 
 
 @pytest.mark.parametrize("text", ["1e400", "nan", "-inf", "1.5", "x"])

@@ -8,7 +8,7 @@ import pytest
 from costmodels.job import Precision, Target
 from costmodels.layout import Recompute, Schedule
 from costmodels.parameters import num_parameters
-from planner.measured.models import UnsupportedRowError
+from planner.measured.columns import UnsupportedRowError
 from planner.measured.rows import interpret, target_of
 from planner.measured.validate import REQUIRED
 
