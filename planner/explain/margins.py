@@ -66,7 +66,8 @@ def margins(
     for gpus in _other_counts(cluster):
         other = make_cluster(cluster.profile, gpus, min(cluster.gpus_per_node, gpus))
         said = judge(model, job, other, refitted(plan.layout, job, other))
-        found.append(_margin("gpus", gpus, said, _compared(plan, said, f"{gpus} GPUs")))
+        words = _compared(plan, said, "1 GPU" if gpus == 1 else f"{gpus} GPUs")
+        found.append(_margin("gpus", gpus, said, words))
     return tuple(margin for margin in found if margin is not None)
 
 
