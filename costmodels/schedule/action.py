@@ -28,6 +28,8 @@ class ActionKind(StrEnum):
 
 KINDS = tuple(ActionKind)
 COMPUTE_KINDS = KINDS[:4]
+# Their places in KINDS, which the codes of a table are made of (see `costmodels.schedule.table`).
+FORWARD_CODE, BACKWARD_CODE, INPUT_CODE, WEIGHT_CODE = range(4)
 
 _PATTERN = re.compile(rf"(\d+)({'|'.join(KINDS)})(\d+)")
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodels.schedule.action import BACKWARD_CODE, FORWARD_CODE, INPUT_CODE, WEIGHT_CODE
 from costmodels.schedule.simulation import StageDurations, run_program, transfer_seconds
 from costmodels.schedule.table import ScheduleTable
-
-_FORWARD, _BACKWARD, _TO_INPUT, _TO_WEIGHT = range(4)  # places of a program, in this order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +84,9 @@ def critical_path(
 def _as_path(places: NDArray[np.int64], waited: NDArray[np.int64], *, held: bool) -> CriticalPath:
     work = np.stack(
         [
-            places[_FORWARD],
-            places[_BACKWARD] + places[_TO_INPUT],
-            places[_BACKWARD] + places[_TO_WEIGHT],
+            places[FORWARD_CODE],
+            places[BACKWARD_CODE] + places[INPUT_CODE],
+            places[BACKWARD_CODE] + places[WEIGHT_CODE],
         ]
     )
     if held:  # every output and every gradient on the path holds its rank while it is sent

@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 
 from costmodels.layout import Schedule
 from costmodels.layout_table import SCHEDULES, distinct
+from costmodels.schedule.action import BACKWARD_CODE, FORWARD_CODE, INPUT_CODE, WEIGHT_CODE
 from costmodels.schedule.build import table_of_shape
 from costmodels.schedule.shape import Ints, PipelineShape
-
-_F, _B, _I, _W = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +150,14 @@ def _moments_of_row(
 ) -> HeldMoments:
     kind, stage = np.divmod(row // shape.num_micro_batches, shape.num_stages)
     mine = stage[:, None] == np.asarray(stages)
-    starts = mine & (kind == _F)[:, None]
-    lets_input_go = mine & np.isin(kind, (_B, _I))[:, None]
-    lets_weight_go = mine & np.isin(kind, (_B, _W))[:, None]
+    starts = mine & (kind == FORWARD_CODE)[:, None]
+    lets_input_go = mine & np.isin(kind, (BACKWARD_CODE, INPUT_CODE))[:, None]
+    lets_weight_go = mine & np.isin(kind, (BACKWARD_CODE, WEIGHT_CODE))[:, None]
     held = np.concatenate(
         [
             np.cumsum(starts.astype(np.int64) - lets_input_go, axis=0),
             np.cumsum(starts.astype(np.int64) - lets_weight_go, axis=0),
-            np.append(kind[1:] == _B, False)[:, None],
+            np.append(kind[1:] == BACKWARD_CODE, False)[:, None],
         ],
         axis=1,
     )

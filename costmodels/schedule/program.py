@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodels.schedule.action import BACKWARD_CODE, FORWARD_CODE, INPUT_CODE
 from costmodels.schedule.build import table_of_shape
 from costmodels.schedule.shape import PipelineShape
 from costmodels.schedule.table import ScheduleTable, format_grid
@@ -68,8 +69,8 @@ def compile_program(table: ScheduleTable) -> EventProgram:
     ranks = np.repeat(np.arange(len(table.rows)), [len(row) for row in table.rows])
     places = codes // m
     kind, stage = np.divmod(places, stages)
-    is_forward = kind == 0
-    is_backward = (kind == 1) | (kind == 2)  # noqa: PLR2004 - B and I by their place in KINDS
+    is_forward = kind == FORWARD_CODE
+    is_backward = (kind == BACKWARD_CODE) | (kind == INPUT_CODE)
     gradient = values + stage * m + codes % m
     targets = np.where(is_forward, codes, np.where(is_backward, gradient, nobody))
     sources = np.full_like(codes, nothing)

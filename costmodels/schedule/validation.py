@@ -10,7 +10,7 @@ progress    no deadlock, even if sends and receives block until both sides have 
 
 from collections.abc import Iterator
 
-from costmodels.schedule.action import KINDS, Action, ActionKind
+from costmodels.schedule.action import COMPUTE_KINDS, Action, ActionKind
 from costmodels.schedule.communication import message_of
 from costmodels.schedule.program import compile_program
 from costmodels.schedule.table import ScheduleTable, format_grid
@@ -113,7 +113,7 @@ def _check_complete(table: ScheduleTable, *, communicates: bool) -> None:
     shape = table.shape
     for stage in range(shape.num_stages):
         for m in range(shape.num_micro_batches):
-            f, b, i, w = (Action(stage, kind, m) in present for kind in KINDS[:4])
+            f, b, i, w = (Action(stage, kind, m) in present for kind in COMPUTE_KINDS)
             if not f or (b, i, w) not in ((True, False, False), (False, True, True)):
                 kinds = ", ".join(k for k, has in zip("FBIW", (f, b, i, w), strict=True) if has)
                 raise ValueError(
