@@ -40,6 +40,21 @@ def distinct(values: IntColumn) -> IntColumn:
     return np.unique(values, axis=axis, return_index=True)[0]
 
 
+# Columns that hold a Layout's field as it is, and those that hold true as 1.
+_COUNTS = (
+    "data_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "zero_stage",
+    "zero_group",
+    "micro_batch_size",
+    "num_micro_batches",
+    "stages_per_rank",
+)
+_SWITCHES = ("keep_gathered", "sequence_parallel")
 _PUTS_OFF = [SCHEDULES.index(s) for s in (Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)]
 
 
@@ -101,28 +116,14 @@ class LayoutTable:
 
     def layout(self, row: int, layers_per_stage: tuple[int, ...], recompute_layers: int) -> Layout:
         """Return one row as a Layout with its partition of layers."""
-        plain = (
-            "data_parallel",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "context_parallel",
-            "expert_parallel",
-            "expert_tensor_parallel",
-            "zero_stage",
-            "zero_group",
-            "micro_batch_size",
-            "num_micro_batches",
-            "stages_per_rank",
-        )
         offload = tuple(o for o in Offload if getattr(self, f"offload_{o.value}")[row])
-        degrees: dict[str, Any] = {name: int(getattr(self, name)[row]) for name in plain}
+        plain: dict[str, Any] = {name: int(getattr(self, name)[row]) for name in _COUNTS}
+        plain |= {name: bool(getattr(self, name)[row]) for name in _SWITCHES}
         return Layout(
-            **degrees,
+            **plain,
             schedule=SCHEDULES[self.schedule[row]],
             recompute=RECOMPUTES[self.recompute[row]],
             recompute_layers=recompute_layers,
-            sequence_parallel=bool(self.sequence_parallel[row]),
-            keep_gathered=bool(self.keep_gathered[row]),
             context_parallel_type=CONTEXT_PARALLEL_TYPES[self.context_parallel_type[row]],
             offload=offload,
             layers_per_stage=layers_per_stage,
@@ -146,28 +147,17 @@ def table_of(layouts: Iterable[Layout]) -> LayoutTable:
     def column(values: Iterator[int]) -> IntColumn:
         return np.fromiter(values, dtype=np.int64, count=len(rows))
 
-    def plain(name: str) -> IntColumn:
-        return column(int(getattr(layout, name)) for layout in rows)
-
     def offloads(part: Offload) -> IntColumn:
         return column(int(part in layout.offload) for layout in rows)
 
+    plain = {
+        name: column(int(getattr(layout, name)) for layout in rows)
+        for name in (*_COUNTS, *_SWITCHES)
+    }
     return LayoutTable(
-        data_parallel=plain("data_parallel"),
-        tensor_parallel=plain("tensor_parallel"),
-        pipeline_parallel=plain("pipeline_parallel"),
-        context_parallel=plain("context_parallel"),
-        expert_parallel=plain("expert_parallel"),
-        expert_tensor_parallel=plain("expert_tensor_parallel"),
-        zero_stage=plain("zero_stage"),
-        zero_group=plain("zero_group"),
-        keep_gathered=plain("keep_gathered"),
-        micro_batch_size=plain("micro_batch_size"),
-        num_micro_batches=plain("num_micro_batches"),
-        stages_per_rank=plain("stages_per_rank"),
+        **plain,
         schedule=column(_code(SCHEDULES, layout.schedule) for layout in rows),
         recompute=column(_code(RECOMPUTES, layout.recompute) for layout in rows),
-        sequence_parallel=plain("sequence_parallel"),
         context_parallel_type=column(
             _code(CONTEXT_PARALLEL_TYPES, layout.context_parallel_type) for layout in rows
         ),
