@@ -1,6 +1,7 @@
-"""The JSON that `estimate` prints and `search` lists: records in, contract keys out.
+"""The contract with whoever reads our JSON: what `estimate` prints and `search` lists.
 
-GiB and GPU-level figures are made here and nowhere else; everything before is SI.
+Scripts rely on these keys, their units and their meaning: keys may be added, none may change. GiB
+and figures per GPU are made here and nowhere else; everything before is SI.
 """
 
 import numpy as np
