@@ -33,7 +33,7 @@ from planner.codec import rounded
 from planner.measured.columns import Row, UnsupportedRowError
 from planner.measured.errors import measured_rate, scored
 from planner.measured.fit_loss import family_weights, loss_terms
-from planner.measured.fit_parameters import FOLLOWERS, Parameter, fitted_parameters, hears
+from planner.measured.fit_parameters import FOLLOWERS, Parameter, fitted_parameters, takes_from
 from planner.measured.robust_step import solve
 from planner.measured.rows import MeasuredJob, interpret
 from planner.measured.validate import PREDICTED, best_reading
@@ -122,7 +122,7 @@ def _with_constants(cluster: Cluster, parameters: Sequence[Parameter], logs: Arr
     profile = cluster.profile
     constants = dict(profile.calibration.constants)
     for parameter, log in zip(parameters, logs, strict=True):
-        if not hears(profile.generation, parameter.generation, parameter.name):
+        if not takes_from(profile.generation, parameter.generation, parameter.name):
             continue
         factor = math.exp(log) / parameter.value
         for name in (parameter.name, FOLLOWERS.get(parameter.name)):
@@ -175,7 +175,7 @@ def _slopes(
         moved = logs.copy()
         moved[j] += STEP if logs[j] + STEP <= math.log(parameter.high) else -STEP
         file, name = parameter.generation, parameter.name
-        rows = [i for i, s in enumerate(samples) if hears(s.generation, file, name)]
+        rows = [i for i, s in enumerate(samples) if takes_from(s.generation, file, name)]
         there = _errors([samples[i] for i in rows], parameters, moved)
         slopes[rows, j] = (there - errors[rows]) / (moved[j] - logs[j])
     return slopes

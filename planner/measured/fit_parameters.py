@@ -10,7 +10,7 @@ from hardware_profiles import COMMON, generation_names
 
 # Fitted elsewhere: constants of the memory model (costmodels/framework_memory.py).
 OF_MEMORY = frozenset({"fragmentation_fraction", "cached_fraction"})
-# Constants that one fitted constant scales along, because no run tells them apart.
+# The second constant scales along with the fitted first one: no run tells the two apart.
 FOLLOWERS = {"attention_forward": "attention_backward"}
 
 
@@ -42,15 +42,15 @@ def fitted_parameters(
 
     Args:
         generations: Whose runs there are.
-        own_machine: Add what a generation chose by hand between bounds although others fit it: what
-            all runs together left open, those of one machine may tell.
+        own_machine: Also constants that one of these generations has chosen by hand and others
+            fit: the runs of one machine may tell what all runs together left open.
 
     """
     found = []
     for file in (COMMON, *sorted(generations)):
         kinds = {"fitted", "chosen"} if own_machine and file != COMMON else {"fitted"}
         for name, entry in own_constants(file).items():
-            told = any(hears(generation, file, name) for generation in generations)
+            told = any(takes_from(generation, file, name) for generation in generations)
             # What is chosen may have no bounds, or 0 for one: no logarithm, no fit.
             bounded = entry.low and entry.high
             if told and bounded and entry.kind in kinds and name in _fitted_somewhere():
@@ -68,7 +68,7 @@ def fitted_parameters(
 
 @lru_cache
 def _fitted_somewhere() -> frozenset[str]:
-    """Return the names of constants that some file marks as fitted, to seconds and by itself."""
+    """Return the constants that some file marks as fitted, but for memory's and followers."""
     named = {
         name
         for file in (COMMON, *generation_names())
@@ -78,7 +78,7 @@ def _fitted_somewhere() -> frozenset[str]:
     return frozenset(named - OF_MEMORY - set(FOLLOWERS.values()))
 
 
-def hears(generation: str, file: str, name: str) -> bool:
+def takes_from(generation: str, file: str, name: str) -> bool:
     """Return whether a generation takes a constant from a file: its own before the common one."""
     return file == (generation if name in _own_names(generation) else COMMON)
 
