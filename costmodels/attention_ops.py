@@ -30,7 +30,10 @@ def attention_kernel(job: TrainingJob) -> str:
 
 
 def visible_keys(seq_len: int, window: int | None) -> float:
-    """Return the keys that a query sees on average, without the half that causality skips twice.
+    """Return the keys that a query of a causal kernel sees on average.
+
+    seq_len / 2 without a window; with one of w tokens w - w^2 / (2 seq_len), since the first w
+    queries do not fill it.
 
     Args:
         seq_len: Tokens of the sequence.

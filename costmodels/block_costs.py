@@ -23,7 +23,7 @@ from costmodels.collective_costs import (
 from costmodels.compiled import compute
 from costmodels.compiled.compute import Value
 from costmodels.model import LayerKind
-from costmodels.ops import Attention, Block, Collective, Gemm, MemoryPass, Op, not_made_again
+from costmodels.ops import Attention, Block, Collective, Gemm, MemoryPass, Op, skipped_by_recompute
 from costmodels.rates import Rates
 from costmodels.workload import Workload
 
@@ -163,7 +163,7 @@ class _Tally:
         self.waits = np.zeros((NUM_PHASES, 1))
         self.kernels = np.zeros((NUM_PHASES, pricing.num_rows))
         self.modules = dict(pricing.recompute_modules)
-        self.unmade = not_made_again(block) if pricing.stops_early else frozenset()
+        self.skipped = skipped_by_recompute(block) if pricing.stops_early else frozenset()
 
     def add(
         self, phase: int, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
@@ -178,7 +178,7 @@ class _Tally:
     ) -> None:
         """Add forward seconds, and what running the op again costs."""
         self.add(FORWARD, cause, exposed, kernels, alone=alone)
-        if op.name not in self.unmade:
+        if op.name not in self.skipped:
             self.add(RECOMPUTE, cause, exposed, kernels, alone=alone)
         share = self.modules.get(op.module, 0.0)
         if share:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
-from costmodels.ops import Attention, Block, Collective, Gemm, not_made_again
+from costmodels.ops import Attention, Block, Collective, Gemm, skipped_by_recompute
 from costmodels.shard import Shard, shard_of
 from costmodels.state_buckets import layers_of_stage
 from costmodels.state_counts import state_bytes
@@ -116,13 +116,13 @@ def _work(block: _BlockCounts, layout: Layout, *, again: bool) -> tuple[int, Cou
 
 def _count_block(block: Block, layout: Layout) -> _BlockCounts:
     forward = backward = selective = again_flops = 0
-    unmade = not_made_again(block)
+    skipped = skipped_by_recompute(block)
     once, again, within = Counter[str](), Counter[str](), Counter[str]()
     for op in block.ops:
         if isinstance(op, Gemm):
             product = 2 * op.m * op.n * op.k * op.count
             forward += product
-            again_flops += product if op.name not in unmade else 0
+            again_flops += product if op.name not in skipped else 0
             backward += product * (2 if op.trained or not op.weight else 1)
             selective += product if op.module == "core_attn" else 0
         elif isinstance(op, Attention):
@@ -133,7 +133,7 @@ def _count_block(block: Block, layout: Layout) -> _BlockCounts:
         elif isinstance(op, Collective) and _group_size(op, layout) > 1:
             ahead, back = _both_ways(op, layout)
             once[op.axis] += ahead + back
-            again[op.axis] += ahead if op.name not in unmade else 0
+            again[op.axis] += ahead if op.name not in skipped else 0
             within[op.axis] += ahead if op.module == "core_attn" else 0
     return _BlockCounts(
         forward=forward,

@@ -148,16 +148,16 @@ class Block:
     ops: tuple[Op, ...]
 
 
-# Ops that keep their operands, the results of products, for backward.
+# Ops that keep the results of products for backward, to weigh them.
 _WEIGHED_RESULTS = ("unpermute", "shared_gate_product")
 
 
-def not_made_again(block: Block) -> frozenset[str]:
-    """Return the ops that full recomputation by torch's checkpointing leaves out.
+def skipped_by_recompute(block: Block) -> frozenset[str]:
+    """Return the names of ops that full recomputation by torch's checkpointing leaves out.
 
-    torch.utils.checkpoint stops once what backward needs is there: the result of a last product,
-    and what communicates it, are not made again. Where results are weighed at the end (experts,
-    gates), the products themselves are needed.
+    torch.utils.checkpoint stops as soon as it has made what backward needs, so the block's last
+    product and the collectives behind it do not run again. Where that product's result is weighed
+    afterwards (experts, gates), backward needs it, and nothing is left out.
     """
     names: set[str] = set()
     for op in reversed(block.ops):

@@ -33,8 +33,8 @@ def norm(job: TrainingJob, name: str, elements: Size) -> MemoryPass:
     )
 
 
-def branches(job: TrainingJob, shard: Shard, name: str, hidden: int, count: int) -> list[Op]:
-    """Sum the gradients of products that read one tensor; fused products have one gradient.
+def sum_branches(job: TrainingJob, shard: Shard, name: str, hidden: int, count: int) -> list[Op]:
+    """Sum the gradients of `count` products that read one tensor; fused products have only one.
 
     Our graph keeps the projections of queries, keys and values, and gate and up, apart.
     """
@@ -57,7 +57,9 @@ def residual(name: str, elements: Size) -> MemoryPass:
     return MemoryPass(name=name, module="residual", forward=6 * elements, backward=6 * elements)
 
 
-def enter(shard: Shard, name: str, hidden: int, beside: str, reductions: int = 1) -> Collective:
+def enter_region(
+    shard: Shard, name: str, hidden: int, beside: str, reductions: int = 1
+) -> Collective:
     """Start a tensor-parallel region: every rank needs the whole input.
 
     Without sequence parallelism, backward reduces as many gradients of it as `reductions` says.
@@ -78,7 +80,7 @@ def enter(shard: Shard, name: str, hidden: int, beside: str, reductions: int = 1
     )
 
 
-def leave(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
+def leave_region(shard: Shard, name: str, hidden: int, beside: str) -> Collective:
     """End a tensor-parallel region: partial sums meet."""
     return Collective(
         name=name,

@@ -26,7 +26,7 @@ from costmodels.job import Precision, TrainingJob
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.ops import FULL, HALF, Block, Collective, Gemm, MemoryPass, Op, Size, widened
 from costmodels.shard import Shard, padded_rows, per_rank
-from costmodels.stream_ops import branches, enter, leave, norm, residual
+from costmodels.stream_ops import enter_region, leave_region, norm, residual, sum_branches
 from costmodels.targets import BEHAVIOURS, fuses_loss, works_on_whole_logits
 
 # Bytes per logit of the loss, forward and backward. In chunks: read the logits once, write their
@@ -92,10 +92,10 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     moe = model.moe if kind.has_experts else None
     ops: list[Op] = [
         norms[0],
-        enter(shard, "attention_enter", *_attention_input(model)),
-        *branches(job, shard, "attention_branches", hidden, _projections(model)),
+        enter_region(shard, "attention_enter", *_attention_input(model)),
+        *sum_branches(job, shard, "attention_branches", hidden, _projections(model)),
         *attention_ops(model, job, kind, shard),
-        leave(shard, "attention_leave", hidden, "attention_output"),
+        leave_region(shard, "attention_leave", hidden, "attention_output"),
         residual("attention_residual", elements),
         *before_ffn,
     ]
@@ -106,10 +106,10 @@ def _layer(model: ModelSpec, job: TrainingJob, kind: LayerKind, shard: Shard) ->
     apart = inputs if job.switches.separate_gates else 1
     if width:
         ops += [
-            enter(shard, "ffn_enter", hidden, "ffn_in", reductions=apart),
-            *branches(job, shard, "ffn_branches", hidden, inputs),
+            enter_region(shard, "ffn_enter", hidden, "ffn_in", reductions=apart),
+            *sum_branches(job, shard, "ffn_branches", hidden, inputs),
             *dense_ops(model, job, shard, width),
-            leave(shard, "ffn_leave", hidden, "ffn_out"),
+            leave_region(shard, "ffn_leave", hidden, "ffn_out"),
         ]
     if moe is not None and moe.shared_gate:
         ops += shared_gate_ops(model, shard)
@@ -176,7 +176,7 @@ def _embedding(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
             forward_kernels=2,
             backward_kernels=3,
         ),
-        leave(shard, "embedding_leave", hidden, ""),
+        leave_region(shard, "embedding_leave", hidden, ""),
     ]
     if model.num_position_embeddings:
         ops.append(residual("positions", shard.outer_tokens * hidden))
@@ -196,7 +196,7 @@ def _head(model: ModelSpec, job: TrainingJob, shard: Shard) -> Block:
         name="head",
         ops=(
             norm(job, "final_norm", shard.outer_tokens * model.hidden_size),
-            enter(shard, "head_enter", model.hidden_size, "logits"),
+            enter_region(shard, "head_enter", model.hidden_size, "logits"),
             Gemm(
                 name="logits",
                 module="head",

@@ -9,7 +9,7 @@ from costmodels.hardware import make_cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
-from costmodels.ops import not_made_again
+from costmodels.ops import skipped_by_recompute
 from costmodels.profile_toml import read_profile
 from costmodels.shard import shard_of
 from costmodels.workload import build_workload
@@ -120,7 +120,7 @@ def test_the_gradients_of_products_with_one_input_are_summed_where_they_are_not_
 
 def test_recomputation_leaves_out_the_last_product_and_what_joins_its_parts():
     ((_, block),) = build_workload(MODEL, FP32, shard_of(TP2, FP32)).layers
-    assert not_made_again(block) == {"ffn_out", "ffn_leave"}
+    assert skipped_by_recompute(block) == {"ffn_out", "ffn_leave"}
 
 
 def recompute_seconds(target):
