@@ -1,6 +1,7 @@
 """ModelSpec: what the planner knows of a network, and how many weights that makes.
 
-Facts only, no files: readers live in `hf_config.py` (Hugging Face) and `model_toml.py`.
+Facts only, no files: readers live in `hf_config.py` (Hugging Face) and
+`planner/presets/model_toml.py`.
 Names follow Megatron: hidden_size H, num_layers L, num_attention_heads A, num_kv_heads G,
 head_dim D, ffn_hidden_size F, vocab_size V.
 """
