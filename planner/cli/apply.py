@@ -12,6 +12,7 @@ from planner.cli.modules import add_module_flag
 
 if TYPE_CHECKING:
     from planner.emit import Emission
+    from planner.plan import Plan
 
 EXAMPLE = "planner apply plan.json -o run/ && bash run/launch.sh"
 
@@ -41,7 +42,7 @@ def run(arguments: Namespace) -> int:
     try:
         emission = emit(plan, target, arguments.module)
     except (CannotExpress, IllegalPlanError) as error:
-        raise NoAnswerError(str(error)) from error
+        raise NoAnswerError(f"{error}{_hint(plan, target)}") from error
     if arguments.output:
         write_folder(arguments.output, {file.path: file.text for file in emission.files})
     if arguments.json:
@@ -49,6 +50,16 @@ def run(arguments: Namespace) -> int:
     else:
         print(_summary(emission, arguments.output))
     return 0
+
+
+def _hint(plan: "Plan", target: Target) -> str:
+    """Say what to do about a plan that was made for another framework."""
+    from planner.rules.native_jobs import TRACED
+
+    searched = plan.job.target
+    if searched is target or plan.model.architecture == TRACED:  # no other target runs modules
+        return ""
+    return f" (this plan was searched for {searched}; search again with --target {target})"
 
 
 def _summary(emission: "Emission", output: Path | None) -> str:

@@ -97,7 +97,9 @@ def test_a_plan_that_is_illegal_for_a_target_is_no_answer(capsys, tmp_path):
     assert main(["search", *words, "-o", str(path)]) == 0
     capsys.readouterr()
     assert main(["apply", str(path), "--target", "deepspeed"]) == 1
-    assert "illegal for deepspeed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "illegal for deepspeed" in said
+    assert "search again with --target deepspeed" in said
 
 
 def test_constraints_hold_in_every_row(capsys):
