@@ -74,7 +74,8 @@ def heading(model: ModelSpec, job: TrainingJob, cluster: Cluster) -> str:
     return (
         f"{model.name}, {size_words(model)} parameters, on "
         f"{cluster.num_gpus} x {cluster.profile.name}; "
-        f"{job.global_batch_size} sequences of {job.seq_len} tokens per step, "
+        f"{job.global_batch_size} sequence{'s' if job.global_batch_size > 1 else ''} of "
+        f"{job.seq_len} tokens per step, "
         f"{', '.join((job.precision, job.optimizer, *_unusual(job)))}, target {job.target}"
     )
 

@@ -171,7 +171,9 @@ def _estimate(plan: "Plan", judgement: "Judgement") -> object:
 
 
 def _bill_words(cost: "Bill") -> str:
-    words = f"{cost.tokens:.3g} tokens take {cost.days:.1f} days, {cost.gpu_hours:,.0f} GPU-hours"
+    named = [name for name, size in SUFFIXES.items() if cost.tokens >= size]
+    tokens = f"{cost.tokens / SUFFIXES[named[-1]]:.4g}{named[-1]}" if named else f"{cost.tokens:g}"
+    words = f"{tokens} tokens take {cost.days:.1f} days, {cost.gpu_hours:,.0f} GPU-hours"
     return words if cost.dollars is None else f"{words}, {cost.dollars:,.0f} dollars"
 
 
