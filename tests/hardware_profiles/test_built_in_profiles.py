@@ -6,8 +6,10 @@ import pytest
 
 import hardware_profiles
 from costmodels.hardware import make_cluster, usable_memory
+from costmodels.job import Target, TrainingJob
 from costmodels.profile_schema import MACHINE_KEYS, STATED, TEXTS
 from costmodels.profile_toml import generation_constants, read_profile
+from costmodels.rates import rates_of
 from costmodels.units import GB, GIB, TFLOP
 
 NAMES = hardware_profiles.profile_names()
@@ -136,6 +138,17 @@ def test_power_limited_parts_keep_the_peaks_and_say_500_watts():
         assert device.power_watts == 500
         assert full.power_watts == 700
         assert device.peak_flops == full.peak_flops
+
+
+def test_a_part_with_cut_tensor_cores_computes_at_its_own_peak():
+    # Kernels on an H20 (Dao-AILab/flash-attention#1310): causal attention of 2048 tokens, forward.
+    job = TrainingJob(seq_len=2048, global_batch_size=8, target=Target.MEGATRON)
+    rates = rates_of(job, read_profile("h20-96gb"))
+    assert rates.peak == 148 * TFLOP
+    filled = 2048 / (2048 + rates.length_fill)
+    assert rates.peak * rates.attention_forward * filled == pytest.approx(107.8 * TFLOP, rel=0.01)
+    limited = rates_of(job, read_profile("h100-sxm-96gb"))
+    assert limited.peak < 989.4 * TFLOP
 
 
 def _holds(text, dotted):
