@@ -254,9 +254,8 @@ def read_layout(
     num_stages = degree["pipeline_parallel"] * degree["stages_per_rank"]
     split = arguments.layers_per_stage or _default_split(model.num_layers, num_stages)
     schedule = Schedule(arguments.schedule or _default_schedule(degree["stages_per_rank"]))
-    sequence_parallel = arguments.sequence_parallel
-    if sequence_parallel is None:
-        sequence_parallel = degree["tensor_parallel"] > 1
+    # One tensor rank has nothing to split; Megatron switches it off there, too.
+    splits = arguments.sequence_parallel is not False and degree["tensor_parallel"] > 1
     return Layout(
         **degree,
         zero_stage=arguments.zero_stage,
@@ -266,7 +265,7 @@ def read_layout(
         schedule=schedule,
         recompute=Recompute(arguments.recompute),
         recompute_layers=arguments.recompute_layers or 0,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=splits,
         context_parallel_type=ContextParallelType(arguments.cp_type),
         offload=arguments.offload,
         layers_per_stage=split,

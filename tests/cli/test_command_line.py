@@ -165,6 +165,13 @@ def test_short_and_long_names_are_one_flag(capsys):
     assert capsys.readouterr().out == first
 
 
+def test_one_tensor_rank_has_no_sequence_to_split(capsys):
+    asked = ["estimate", "--model", "tiny", "--gpus", "2", "--json", "--sequence-parallel"]
+    for degree, splits in (("1", False), ("2", True)):
+        main([*asked, "--tp", degree])
+        assert json.loads(capsys.readouterr().out)["layout"]["sequence_parallel"] is splits
+
+
 def test_an_illegal_layout_says_why_and_exits_with_1(capsys):
     words = ["estimate", "--model", "qwen2.5-7b", "--gpus", "8", "--tp", "8", "--json"]
     assert main(words) == 1
