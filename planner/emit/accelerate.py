@@ -1,8 +1,9 @@
 """Hugging Face Accelerate: a plan as the YAML of `accelerate launch`.
 
-Three engines stand behind it, and the plan picks one: DDP (ZeRO-0 on one axis), FSDP version 2
-(ZeRO-2 and 3, with tensor and context axes), DeepSpeed (ZeRO-1, states offloaded without their
-parameters, Ulysses). `cp_size` is FSDP's, `sp_size` DeepSpeed's.
+Three engines stand behind it, and the plan picks one: DDP (replicas, or a tensor axis alone), FSDP
+version 2 (ZeRO-2 and 3, with tensor and context axes), DeepSpeed (ZeRO-1, states offloaded without
+their parameters, Ulysses). `cp_size` is FSDP's, `sp_size` DeepSpeed's. FSDP fails on a mesh that
+has no ranks to shard over (huggingface/accelerate#3798, #4180), whatever the stage is called.
 
 The training script is yours; batch sizes go to it under the names of Hugging Face's
 TrainingArguments.
@@ -141,11 +142,30 @@ def _engine(model: ModelSpec, layout: Layout) -> Section:
     states_alone = Offload.OPTIMIZER in layout.offload and Offload.PARAMETERS not in layout.offload
     if layout.zero_stage == 1 or ulysses or states_alone:
         return _deepspeed(layout)
-    if layout.zero_stage >= KEEPS_PARAMETERS:
+    if _by_fsdp(layout):
         return _fsdp(model, layout)
-    if layout.tensor_parallel * layout.context_parallel > 1:
-        raise _cannot("whole parameters (--zero 0) with a tensor or context axis", "use --zero 3")
-    return {"distributed_type": "MULTI_GPU" if layout.data_parallel > 1 else "NO"}
+    return _whole(layout)
+
+
+def _by_fsdp(layout: Layout) -> bool:
+    """Ranks share states, or there is one GPU, whose parameters FSDP may still offload."""
+    shares = layout.zero_group * layout.context_parallel > 1 or layout.num_gpus == 1
+    return layout.zero_stage >= KEEPS_PARAMETERS and shares
+
+
+def _whole(layout: Layout) -> Section:
+    """No two ranks share a state: replicas, or one model cut by the tensor axis."""
+    if Offload.PARAMETERS in layout.offload:
+        raise _cannot("offload of parameters that no ranks share", "use --zero-group above 1")
+    if layout.tensor_parallel == 1:
+        return {"distributed_type": "MULTI_GPU" if layout.data_parallel > 1 else "NO"}
+    axes: Section = {
+        "parallelism_config_dp_replicate_size": 1,
+        "parallelism_config_dp_shard_size": 1,
+        "parallelism_config_tp_size": layout.tensor_parallel,
+        "parallelism_config_cp_size": 1,
+    }
+    return {"distributed_type": "MULTI_GPU", "parallelism_config": axes}
 
 
 def _fsdp(model: ModelSpec, layout: Layout) -> Section:
@@ -155,8 +175,6 @@ def _fsdp(model: ModelSpec, layout: Layout) -> Section:
         raise _cannot(what, f"use a multiple of {context}")
     shards = layout.zero_group // context
     replicas = layout.data_parallel // shards
-    if replicas > 1 and shards == 1 and layout.tensor_parallel * context > 1:
-        raise _cannot("replicas beside a tensor or context axis", "use --zero-group above --cp")
     if model.architecture not in LAYER_CLASSES:
         raise _cannot(f"the layers of {model.architecture} for FSDP to wrap")
     options: Section = {
@@ -192,9 +210,6 @@ def _deepspeed(layout: Layout) -> Section:
     if layout.zero_stage > 0 and layout.zero_group < shards:
         what = f"DeepSpeed's ZeRO in groups of {layout.zero_group} of {shards} ranks"
         raise _cannot(what, f"use --zero-group {shards}")
-    is_ulysses = layout.context_parallel_type is ContextParallelType.ULYSSES
-    if layout.context_parallel > 1 and not is_ulysses:
-        raise _cannot("ring or all-gather context parallelism with ZeRO-1", "use --cp-type ulysses")
     options: Section = {
         "zero_stage": layout.zero_stage,
         "gradient_accumulation_steps": layout.num_micro_batches,
@@ -220,7 +235,7 @@ def _script_options(job: TrainingJob, layout: Layout) -> Options:
         ("--gradient_accumulation_steps", str(layout.num_micro_batches)),
         ("--optim", "sgd" if job.optimizer is Optimizer.SGD else "adamw_torch_fused"),
     ]
-    if layout.recompute is Recompute.FULL and layout.zero_stage < KEEPS_PARAMETERS:
+    if layout.recompute is Recompute.FULL and not _by_fsdp(layout):  # FSDP's has its own option
         options.append(("--gradient_checkpointing", "true"))
     return Options(
         name="SCRIPT_ARGS",

@@ -147,6 +147,21 @@ def context_types_of_target(*kinds: str) -> Rule:
     )
 
 
+# Parts of a sequence meet by the log-sum-exp that a fused kernel returns: Transformer Engine's
+# unfused attention excludes context parallelism (attention/dot_product_attention/utils.py), torch's
+# `context_parallel` dispatches the flash, efficient and cuDNN kernels only.
+CONTEXT_NEEDS_FUSED_ATTENTION = Rule(
+    name="context_parallel_needs_fused_attention",
+    reads=("context_parallel",),
+    holds=lambda case: (
+        (case.table.context_parallel == 1) | case.always(holds=case.job.flash_attention)
+    ),
+    says="context parallel {context_parallel} (--cp) in {target} (--target) needs a fused "
+    "attention kernel (--attention flash)",
+    given=("context_parallel", "target"),
+    blames=("context_parallel",),
+)
+
 # What the native runtime alone is told; torchtitan does it by itself in pipelines.
 NO_KEEPING = Rule(
     name="target_is_told_what_to_keep",

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from costmodels.job import Optimizer, Precision, Target
+from costmodels.job import Optimizer, Target
 from costmodels.layout import AXES, Recompute
 from costmodels.layout_table import RECOMPUTES
+from planner.rules.accelerate import by_deepspeed
 from planner.rules.native import RUNTIME_RULES
 from planner.rules.rule import CUTS_GRADIENTS, CUTS_PARAMETERS, Case, Mask, Rule
-from planner.rules.shapes import ULYSSES
 
 SELECTIVE, FULL = RECOMPUTES.index(Recompute.SELECTIVE), RECOMPUTES.index(Recompute.FULL)
 
@@ -116,14 +116,6 @@ DEEPSPEED = (
 )
 
 
-def _by_deepspeed(case: Case) -> Mask:
-    """Accelerate hands ZeRO-1, Ulysses and states offloaded alone to DeepSpeed."""
-    table = case.table
-    ulysses = (table.context_parallel > 1) & (table.context_parallel_type == ULYSSES)
-    alone = (table.offload_optimizer > 0) & (table.offload_parameters == 0)
-    return np.asarray((table.zero_stage == 1) | ulysses | alone, dtype=np.bool_)
-
-
 _ENGINE = (
     "zero_stage",
     "context_parallel",
@@ -134,56 +126,22 @@ _ENGINE = (
 ACCELERATE = (
     USUAL_ORDER,
     _says(
-        "replicas_beside_an_axis",
-        "whole parameters (--zero 0) with tensor parallel {tensor_parallel} or context parallel "
-        "{context_parallel}",
-        (*_ENGINE, "tensor_parallel"),
-        lambda case: (
-            _by_deepspeed(case)
-            | (case.table.zero_stage > 0)
-            | (case.table.tensor_parallel * case.table.context_parallel == 1)
-        ),
-    ),
-    _says(
         "tensor_under_deepspeed",
         "tensor parallel {tensor_parallel} under DeepSpeed's ZeRO-{zero_stage}",
         (*_ENGINE, "tensor_parallel"),
-        lambda case: ~_by_deepspeed(case) | (case.table.tensor_parallel == 1),
+        lambda case: ~by_deepspeed(case) | (case.table.tensor_parallel == 1),
     ),
     _says(
         "zero_groups_under_deepspeed",
         "a ZeRO group of {zero_group} under DeepSpeed's ZeRO",
         (*_ENGINE, "zero_group", "data_parallel"),
         lambda case: (
-            ~_by_deepspeed(case)
+            ~by_deepspeed(case)
             | (case.table.zero_stage == 0)
             | (case.table.zero_group >= _shards(case))
         ),
     ),
-    _says(
-        "context_under_deepspeed",
-        "{context_parallel_type} context parallelism under DeepSpeed's ZeRO",
-        _ENGINE,
-        lambda case: (
-            ~_by_deepspeed(case)
-            | (case.table.context_parallel == 1)
-            | (case.table.context_parallel_type == ULYSSES)
-        ),
-        "context_parallel_type",
-    ),
     GROUPS_HOLD_CONTEXT,
-    _says(
-        "copies_beside_an_axis",
-        "copies of whole parameters beside tensor parallel {tensor_parallel} or context parallel "
-        "{context_parallel}",
-        (*_ENGINE, "zero_group", "data_parallel", "tensor_parallel"),
-        lambda case: (
-            _by_deepspeed(case)
-            | (case.table.zero_group > case.table.context_parallel)
-            | (case.table.data_parallel == 1)
-            | (case.table.tensor_parallel * case.table.context_parallel == 1)
-        ),
-    ),
 )
 
 TORCHTITAN = (
@@ -242,15 +200,6 @@ MEGATRON = (
         lambda case: (
             (case.table.zero_stage > 0)
             | case.always(holds=case.job.optimizer is not Optimizer.ADAMW_8BIT)
-        ),
-    ),
-    _says(
-        "experts_in_fp16",
-        "expert parallel {expert_parallel} in fp16",
-        ("expert_parallel",),
-        lambda case: (
-            (case.table.expert_parallel == 1)
-            | case.always(holds=case.job.precision is not Precision.FP16)
         ),
     ),
     _says(

@@ -9,7 +9,8 @@ are ZeRO-1 (distributed optimizer); stages 2 and 3 are Megatron-FSDP, which excl
 
 import numpy as np
 
-from planner.rules.common import COMMON, NO_KEEPING
+from costmodels.job import Precision
+from planner.rules.common import COMMON, CONTEXT_NEEDS_FUSED_ATTENTION, NO_KEEPING
 from planner.rules.rule import CUTS_GRADIENTS, Case, Mask, Rule
 from planner.rules.schedules import schedules_of_target
 
@@ -33,6 +34,7 @@ def _rounds_are_full(case: Case) -> Mask:
 RULES: tuple[Rule, ...] = (
     *COMMON,
     NO_KEEPING,
+    CONTEXT_NEEDS_FUSED_ATTENTION,
     Rule(
         name="tensor_parallel_fits_kv_heads",
         reads=("tensor_parallel",),
@@ -50,6 +52,18 @@ RULES: tuple[Rule, ...] = (
         "needs sequence parallelism in Megatron (--sequence-parallel)",
         given=("tensor_parallel", "sequence_parallel", "num_experts"),
         blames=("sequence_parallel", "tensor_parallel"),
+    ),
+    Rule(
+        name="expert_parallel_excludes_fp16",
+        reads=("expert_parallel",),
+        holds=lambda case: (
+            (case.table.expert_parallel == 1)
+            | case.always(holds=case.job.precision is not Precision.FP16)
+        ),
+        says="Megatron does not train in {precision} (--precision) with expert parallel "
+        "{expert_parallel} (--ep)",
+        given=("expert_parallel", "precision"),
+        blames=("precision", "expert_parallel"),
     ),
     schedules_of_target("1f1b", "interleaved-1f1b"),
     Rule(

@@ -7,7 +7,12 @@ the heads' assertions of nanotron/models/llama.py.
 
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES
-from planner.rules.common import COMMON, NO_KEEPING, context_types_of_target
+from planner.rules.common import (
+    COMMON,
+    CONTEXT_NEEDS_FUSED_ATTENTION,
+    NO_KEEPING,
+    context_types_of_target,
+)
 from planner.rules.rule import CUTS_GRADIENTS, Rule
 from planner.rules.schedules import schedules_of_target
 from planner.rules.shapes import KV_HEADS_DIVIDE
@@ -17,6 +22,7 @@ SELECTIVE = RECOMPUTES.index(Recompute.SELECTIVE)
 RULES: tuple[Rule, ...] = (
     *COMMON,
     NO_KEEPING,
+    CONTEXT_NEEDS_FUSED_ATTENTION,
     KV_HEADS_DIVIDE,
     schedules_of_target("gpipe", "1f1b"),
     context_types_of_target("ring"),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.hardware import Cluster
-from costmodels.job import TrainingJob
+from costmodels.job import Precision, Target, TrainingJob
 from costmodels.layout import Layout
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
 from costmodels.model import ModelSpec
@@ -23,6 +23,13 @@ Mask = NDArray[np.bool_]
 # Stages of ZeRO by what they cut first (arXiv:1910.02054, section 3).
 CUTS_GRADIENTS = 2
 CUTS_PARAMETERS = 3
+
+# Numbers that share a scale, or that a kernel reads at once, in low precision.
+WIDTH_BLOCKS = {Precision.FP8: 16, Precision.MXFP8: 32, Precision.NVFP4: 16}
+# Runtimes whose fp8 products are Transformer Engine's, which asks for rows in eights alone
+# (transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec).
+_TRANSFORMER_ENGINE = (Target.MEGATRON, Target.ACCELERATE)
+
 Fact = int | float | str | bool | tuple[int, ...] | tuple[str, ...]
 
 
@@ -134,7 +141,16 @@ def facts(model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout) 
         "partition_layers": sum(layout.layers_per_stage),
         "partition_stages": len(layout.layers_per_stage),
         "sequence_multiple": sequence_multiple(layout),
+        "rank_tokens": layout.micro_batch_size * job.seq_len // layout.context_parallel,
+        "token_block": token_block(job),
+        "width_block": WIDTH_BLOCKS.get(job.precision, 1),
     }
+
+
+def token_block(job: TrainingJob) -> int:
+    """Tokens of a micro-batch on a rank come in multiples of this; 1 in 16 bits."""
+    by_engine = job.precision is Precision.FP8 and job.target in _TRANSFORMER_ENGINE
+    return 8 if by_engine else WIDTH_BLOCKS.get(job.precision, 1)
 
 
 def sequence_multiple(layout: Layout) -> int:

@@ -9,9 +9,8 @@ import numpy as np
 
 from costmodels.layout import ContextParallelType
 from costmodels.layout_table import CONTEXT_PARALLEL_TYPES, IntColumn
-from planner.rules.rule import Case, Mask, Rule
+from planner.rules.rule import WIDTH_BLOCKS, Case, Mask, Rule, token_block
 
-BLOCK_OF_PRECISION = {"fp8": 16, "mxfp8": 32, "nvfp4": 16}
 ULYSSES = CONTEXT_PARALLEL_TYPES.index(ContextParallelType.ULYSSES)
 
 
@@ -59,22 +58,26 @@ def _ulysses_divides_heads(case: Case) -> Mask:
 
 
 def _blocks_divide(case: Case) -> Mask:
-    block = BLOCK_OF_PRECISION.get(case.job.precision)
+    block = WIDTH_BLOCKS.get(case.job.precision)
     if block is None:
         return case.always(holds=True)
     return np.asarray(
-        np.logical_and.reduce([width % block == 0 for width in _matrix_dims(case)]), dtype=np.bool_
+        np.logical_and.reduce([width % block == 0 for width in _widths(case)]), dtype=np.bool_
     )
 
 
-def _matrix_dims(case: Case) -> list[IntColumn]:
-    """Sizes of one rank's matrix products along every cut dimension."""
+def _token_blocks_divide(case: Case) -> Mask:
+    tokens = case.table.micro_batch_size * case.job.seq_len // case.table.context_parallel
+    return np.asarray(tokens % token_block(case.job) == 0, dtype=np.bool_)
+
+
+def _widths(case: Case) -> list[IntColumn]:
+    """Sizes of one rank's weights along every cut dimension."""
     model, table = case.model, case.table
     tensor = table.tensor_parallel
     heads = model.num_attention_heads * model.head_dim // tensor
     kv_heads = np.maximum(model.num_kv_heads // tensor, 1) * model.head_dim
-    tokens = table.micro_batch_size * case.job.seq_len // table.context_parallel
-    dims = [np.full(len(table), model.hidden_size), heads, kv_heads, tokens]
+    dims = [np.full(len(table), model.hidden_size), heads, kv_heads]
     width = _dense_width(case)
     if width:
         dims.append(width // tensor)
@@ -157,18 +160,24 @@ SHAPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="low_precision_blocks_divide",
-        reads=(
-            "tensor_parallel",
-            "expert_tensor_parallel",
-            "micro_batch_size",
-            "context_parallel",
-        ),
+        reads=("tensor_parallel", "expert_tensor_parallel"),
         holds=_blocks_divide,
-        says="{precision} (--precision) scales blocks of 16 (mxfp8: 32) numbers; a rank's matrices "
-        "at tp {tensor_parallel}, etp {expert_tensor_parallel}, cp {context_parallel}, mbs "
-        "{micro_batch_size} have a dimension that these do not divide",
-        given=("precision", "tensor_parallel", "expert_tensor_parallel"),
+        says="{precision} (--precision) reads {width_block} numbers at once, which do not divide "
+        "every width that tensor parallel {tensor_parallel} (--tp) and expert tensor parallel "
+        "{expert_tensor_parallel} (--etp) leave a rank of {model}: hidden size {hidden_size}, "
+        "{num_attention_heads} and {num_kv_heads} heads, feed-forward {ffn_hidden_size}",
+        given=("precision", "tensor_parallel", "expert_tensor_parallel", "width_block"),
         blames=("tensor_parallel", "precision"),
+    ),
+    Rule(
+        name="low_precision_blocks_divide_tokens",
+        reads=("micro_batch_size", "context_parallel"),
+        holds=_token_blocks_divide,
+        says="{precision} (--precision) takes tokens in multiples of {token_block}; micro-batch "
+        "{micro_batch_size} (--mbs) x {seq_len} (--seq-len) / context parallel {context_parallel} "
+        "(--cp) = {rank_tokens} tokens",
+        given=("precision", "rank_tokens", "token_block", "seq_len"),
+        blames=("micro_batch_size", "context_parallel", "precision"),
     ),
 )
 

@@ -8,7 +8,12 @@ rank. Its data parallelism is DDP (ZeRO-0) or `fully_shard` (ZeRO-3; kept after 
 
 import numpy as np
 
-from planner.rules.common import COMMON, NO_KEEPING, context_types_of_target
+from planner.rules.common import (
+    COMMON,
+    CONTEXT_NEEDS_FUSED_ATTENTION,
+    NO_KEEPING,
+    context_types_of_target,
+)
 from planner.rules.rule import Case, Mask, Rule
 from planner.rules.schedules import schedules_of_target
 from planner.rules.shapes import KV_HEADS_DIVIDE
@@ -30,6 +35,7 @@ def _offload_is_whole(case: Case) -> Mask:
 RULES: tuple[Rule, ...] = (
     *COMMON,
     NO_KEEPING,
+    CONTEXT_NEEDS_FUSED_ATTENTION,
     KV_HEADS_DIVIDE,
     schedules_of_target("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev"),
     context_types_of_target("ring", "all-gather"),

@@ -318,6 +318,23 @@ def test_accelerate_picks_the_engine_that_can(changes: dict[str, Any], engine: s
     assert ("deepspeed_config" in config) == (engine == "DEEPSPEED")
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_accelerate_cuts_by_the_tensor_axis_alone_without_fsdp(stage: int) -> None:
+    # FSDP on a mesh without ranks to shard over fails (huggingface/accelerate#3798, #4180).
+    plan = planned(zero_stage=stage, tensor_parallel=8, recompute=Recompute.FULL)
+    config = yaml_of(plan, Target.ACCELERATE)
+    assert config["distributed_type"] == "MULTI_GPU"
+    assert "fsdp_config" not in config
+    assert config["parallelism_config"]["parallelism_config_tp_size"] == config["num_processes"]
+    assert "--gradient_checkpointing" in emit(plan, Target.ACCELERATE).command
+
+
+def test_accelerate_copies_without_shards_are_ddp() -> None:
+    config = yaml_of(planned(zero_stage=3, zero_group=1), Target.ACCELERATE)
+    assert config["distributed_type"] == "MULTI_GPU"
+    assert "parallelism_config" not in config
+
+
 def test_accelerate_context_size_is_fsdp_s_and_sequence_size_deepspeed_s() -> None:
     ring = yaml_of(planned(zero_stage=3, context_parallel=2), Target.ACCELERATE)
     assert ring["parallelism_config"]["parallelism_config_cp_comm_strategy"] == "alltoall"
@@ -340,10 +357,12 @@ def test_accelerate_reshards_under_zero_3_only() -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"zero_stage": 0, "tensor_parallel": 2}, "whole parameters"),
         ({"zero_stage": 1, "tensor_parallel": 2}, "tensor parallelism with DeepSpeed"),
         ({"zero_stage": 1, "zero_group": 4}, "groups of 4 of 8"),
-        ({"zero_stage": 1, "context_parallel": 2}, "ring or all-gather"),
+        (
+            {"zero_stage": 3, "zero_group": 1, "offload": (Offload.OPTIMIZER, Offload.PARAMETERS)},
+            "parameters that no ranks share",
+        ),
         (
             {"zero_stage": 3, "hardware": "b200-sxm-180gb", "job": {"precision": Precision.MXFP8}},
             "training in mxfp8",

@@ -244,6 +244,17 @@ def test_native_cuts_no_expert_gradients_between_halves_of_a_backward(schedule, 
         (Target.NANOTRON, {"offload": (Offload.OPTIMIZER,)}, "nothing_is_offloaded"),
         (Target.ACCELERATE, {"pipeline_parallel": 2}, "no_pipeline"),
         (Target.ACCELERATE, {"offload": (Offload.OPTIMIZER,)}, "offloaded_optimizer_is_sharded"),
+        (Target.ACCELERATE, {"tensor_parallel": 2}, "axes_beside_data_parallelism_need_shards"),
+        (
+            Target.ACCELERATE,
+            {"zero_stage": 3, "zero_group": 1, "tensor_parallel": 2},
+            "axes_beside_data_parallelism_need_shards",
+        ),
+        (
+            Target.ACCELERATE,
+            {"zero_stage": 1, "context_parallel": 2},
+            "context_parallel_needs_fsdp",
+        ),
         (
             Target.NATIVE,
             {"zero_stage": 1, "offload": (Offload.OPTIMIZER, Offload.PARAMETERS)},
@@ -272,6 +283,25 @@ def test_interleaving_in_megatron_needs_full_rounds():
     assert broken(llama_8b(), job(**(task | {"global_batch_size": 8})), 4, 4, **grid) == {}
 
 
+@pytest.mark.parametrize(
+    "target", [Target.MEGATRON, Target.TORCHTITAN, Target.ACCELERATE, Target.NANOTRON]
+)
+def test_context_parallelism_needs_a_fused_kernel(target):
+    zero = 1 if target in (Target.MEGATRON, Target.NANOTRON) else 3
+    asked = {"context_parallel": 2, "zero_stage": zero}
+    unfused = broken(llama_8b(), job(target=target, flash_attention=False), 8, **asked)
+    assert set(unfused) == {"context_parallel_needs_fused_attention"}
+    assert unfused["context_parallel_needs_fused_attention"].allowed["context_parallel"] == (1,)
+    assert broken(llama_8b(), job(target=target), 8, **asked) == {}
+
+
+def test_experts_do_not_train_in_fp16_in_megatron():
+    half = job(target=Target.MEGATRON, precision=Precision.FP16)
+    found = broken(mixtral(), half, 8, expert_parallel=8, zero_stage=1)
+    assert "bf16" in found["expert_parallel_excludes_fp16"].allowed["precision"]
+    assert "expert_parallel_excludes_fp16" not in broken(mixtral(), half, 8, zero_stage=1)
+
+
 def test_a_precision_that_the_part_lacks_is_refused_with_those_it_has():
     found = broken(llama_8b(), job(precision=Precision.FP16), 8)
     assert found["precision_supported"].allowed["precision"] == ("bf16", "fp32", "fp8")
@@ -281,6 +311,19 @@ def test_fp8_wants_dimensions_of_sixteen_on_every_rank():
     spec = llama_8b(ffn_hidden_size=14344)  # 8 x 1793: tp 1 leaves 14344 = 16 x 896 + 8
     assert "low_precision_blocks_divide" in broken(spec, job(precision=Precision.FP8), 8)
     assert broken(llama_8b(), job(precision=Precision.FP8), 8) == {}
+
+
+@pytest.mark.parametrize(("target", "block"), [(Target.MEGATRON, 8), (Target.TORCHTITAN, 16)])
+def test_fp8_wants_tokens_in_the_blocks_of_its_kernels(target, block):
+    asked = {"zero_stage": 1 if target is Target.MEGATRON else 3, "micro_batch_size": 1}
+    whole = job(target=target, precision=Precision.FP8, seq_len=1024 - 16 + block)
+    assert broken(llama_8b(), whole, 8, **asked) == {}
+    odd = replace(whole, seq_len=whole.seq_len + block // 2)
+    found = broken(llama_8b(), odd, 8, **asked)
+    message = found["low_precision_blocks_divide_tokens"].message
+    assert f"multiples of {block};" in message
+    assert str(odd.seq_len) in message
+    assert 2 in found["low_precision_blocks_divide_tokens"].allowed["micro_batch_size"]
 
 
 def test_degrees_below_one_are_named_and_nothing_else_is():

@@ -57,8 +57,6 @@ def _axes(job: TrainingJob, layout: Layout) -> list[Option]:
 
 
 def _experts(job: TrainingJob, layout: Layout) -> list[Option]:
-    if job.precision is Precision.FP16 and layout.expert_parallel > 1:
-        raise CannotExpress(Target.MEGATRON, "expert parallelism in fp16", "use --precision bf16")
     dispatch: dict[str, list[Option]] = {
         "alltoall": [("--moe-token-dispatcher-type", "alltoall")],
         "deepep": [("--moe-token-dispatcher-type", "flex"), ("--moe-enable-deepep",)],
