@@ -23,6 +23,7 @@ from costmodels.stages import (
     Pipeline,
     Rest,
     StageBlock,
+    lengthening,
     rank_rest,
     run_pipeline,
     stage_hops,
@@ -52,10 +53,11 @@ def estimate_time(
     hops = stage_hops(layout, costs)
     pipeline, ranks, rest = _run(model, job, layout, costs, hops)
     slowest = max(range(len(ranks)), key=lambda rank: pipeline.busy[rank])
+    waits = lengthening(job, layout, stages_of(model, layout, costs), hops, pipeline)
     constants = cluster.profile.calibration
     terms = [
         *work_terms(ranks[slowest], layout),
-        *pipeline_terms(pipeline, ranks[slowest], layout, slowest, hops),
+        *pipeline_terms(pipeline, ranks[slowest], layout, slowest, hops, waits=waits),
         *rest_terms(rest),
         local_term("step_overhead", constants["step_overhead"]),
     ]

@@ -202,6 +202,20 @@ def run_pipeline(
     )
 
 
+def lengthening(
+    job: TrainingJob,
+    layout: Layout,
+    stages: list[list[StageBlock]],
+    hops: list[float],
+    pipeline: Pipeline,
+) -> float:
+    """Return seconds that a pipeline's transfers add to it, also where no rank is held by them."""
+    if not any(hops):
+        return 0.0
+    free = run_pipeline(job, layout, stages, [0.0] * len(hops))
+    return max(0.0, pipeline.makespan - free.makespan)
+
+
 def rank_rest(
     blocks: list[StageBlock], layout: Layout, costs: LayoutCosts, overlap: Overlap
 ) -> Rest:

@@ -100,9 +100,15 @@ def _offload_term(blocks: list[StageBlock], num_micro_batches: int) -> Term:
 
 
 def pipeline_terms(
-    pipeline: Pipeline, blocks: list[StageBlock], layout: Layout, rank: int, hops: list[float]
+    pipeline: Pipeline,
+    blocks: list[StageBlock],
+    layout: Layout,
+    rank: int,
+    hops: list[float],
+    *,
+    waits: float,
 ) -> list[Term]:
-    """Return what the pipeline adds to a rank's work: transfers that hold it, and waiting.
+    """Return what the pipeline adds to a rank's work: transfers, and waiting for other stages.
 
     Args:
         pipeline: The simulated step.
@@ -110,6 +116,7 @@ def pipeline_terms(
         layout: For micro-batches and stages.
         rank: The rank.
         hops: Seconds of a transfer across each boundary of stages.
+        waits: Seconds by which transfers lengthen the step.
 
     """
     m = layout.num_micro_batches
@@ -117,10 +124,11 @@ def pipeline_terms(
     transfers = 2 * m * sum(hops) / layout.pipeline_parallel
     # Differences of large sums: what rounding leaves is no time.
     held = pipeline.busy[rank] - computing
-    held = held if held > 1e-9 * computing else 0.0
+    exposed = max(held, waits)
+    exposed = exposed if exposed > 1e-9 * computing else 0.0
     return [
-        Term(name="p2p", axis="pp", seconds=max(transfers, held), exposed_seconds=held),
-        local_term("bubble", pipeline.makespan - computing - held),
+        Term(name="p2p", axis="pp", seconds=max(transfers, exposed), exposed_seconds=exposed),
+        local_term("bubble", pipeline.makespan - computing - exposed),
     ]
 
 

@@ -100,7 +100,8 @@ class TimeEstimate:
         tokens: Tokens of the step, over all GPUs.
         model_flops: FLOPs of the step by the contract's convention, over all GPUs.
         peak_flops: FLOP/s of one GPU that MFU divides by.
-        bubble_fraction: Idle seconds of the average rank over step seconds.
+        bubble_fraction: Idle seconds of the average rank over step seconds, whatever it waits for.
+            The terms tell apart what transfers make it wait ("p2p") and the rest ("bubble").
 
     """
 

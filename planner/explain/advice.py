@@ -113,8 +113,8 @@ def _unfilled(best: Judgement) -> str | None:
     bubble = f"{100 * time.bubble_fraction:.0f} % of the step is bubble"
     if wanted <= counts:
         idle = time.bubble_fraction * time.step_seconds
-        transfers = sum(term.seconds for term in time.terms if term.name == "p2p")
-        waits = transfers > idle / 2  # also those that other work hides: each holds up a chain
+        transfers = sum(term.exposed_seconds for term in time.terms if term.name == "p2p")
+        waits = transfers > idle / 2
         cause = "ranks wait for transfers" if waits else "stages are not equally heavy"
         return f"{bubble}, though micro-batches fill the {stages} pipeline ranks: {cause}"
     batch = wanted * layout.data_parallel * layout.micro_batch_size

@@ -79,6 +79,24 @@ def test_bubble_of_equal_stages_is_the_closed_form(num_micro_batches, bubble):
     assert time.bubble_fraction == pytest.approx(bubble, rel=0.15)
 
 
+def test_what_a_slow_network_makes_a_pipeline_wait_is_no_bubble():
+    spread = layout(pipeline_parallel=2, num_micro_batches=16)
+    job = replace(JOB, global_batch_size=16)
+    slow, none = (
+        estimate_time(
+            LLAMA, job, make_cluster(read_profile("h100-sxm-80gb", [network]), 2, 1), spread
+        )
+        for network in ("links.inter_node.gb_per_s=0.125", "links.inter_node.gb_per_s=1000000")
+    )
+    terms = {term.name: term for term in slow.terms}
+    bubble = next(term.seconds for term in none.terms if term.name == "bubble")
+    assert terms["bubble"].seconds == pytest.approx(bubble, rel=1e-3)
+    assert terms["p2p"].exposed_seconds == pytest.approx(
+        slow.step_seconds - none.step_seconds, rel=0.02
+    )
+    assert terms["p2p"].exposed_seconds > 0.2 * slow.step_seconds
+
+
 def test_interleaving_shrinks_the_bubble():
     plain = seconds(gpus=4, pipeline_parallel=4)
     woven = seconds(gpus=4, pipeline_parallel=4, stages_per_rank=2, schedule=Schedule.INTERLEAVED)
