@@ -25,14 +25,13 @@ from costmodels.framework_memory import context_bytes, growth
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute, Schedule
-from costmodels.layout_table import RECOMPUTES, SCHEDULES, LayoutTable, distinct
+from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct, is_one_of
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
-from costmodels.stage_sizes import V_SHAPED, SmallestStages, smallest_stages
+from costmodels.stage_sizes import SmallestStages, smallest_stages
 
 Column = NDArray[np.float64]
 
-_IN_ROUNDS = [SCHEDULES.index(s) for s in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)]
 _ROUNDING = 1 - 1e-9  # given away, so that rounding never lifts a bound over its exact value
 
 
@@ -167,7 +166,7 @@ def _bound_of(
     lightest = few.least(kept, main)  # of a stage, per micro-batch
     besides = costs.layer_moment[rows][:, None] + (total - chunks * fewest) * lightest
     besides[:, 0] += costs.embedding[rows]
-    last = np.where(np.isin(table.schedule[rows], V_SHAPED), 0, pipeline - 1)
+    last = np.where(table.is_v_shaped[rows], 0, pipeline - 1)
     row = np.arange(len(rows))
     # Looped schedules run the head in the fullest moment of the last rank; of the others it is
     # only known that the head runs while it holds one micro-batch.
@@ -205,6 +204,6 @@ def held_micro_batches(
     in_round = micro_batches // np.maximum(1, micro_batches // pipeline)
     cycles, rest = np.divmod(total, chunks * in_round)
     interleaved = cycles * in_round + np.maximum(0, rest - (chunks - 1) * in_round)
-    in_rounds = np.isin(schedule, _IN_ROUNDS)
+    in_rounds = is_one_of(schedule, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
     fewest = np.where(chunks == 1, total, np.where(in_rounds, interleaved, 0))
     return fewest.astype(np.float64), total.astype(np.float64)

@@ -24,7 +24,6 @@ Values = NDArray[np.float64]
 _FEW_SPARE = 6  # places to spare that are tried one by one
 
 _INTERLEAVED = SCHEDULES.index(Schedule.INTERLEAVED)
-_V_SHAPED = [SCHEDULES.index(schedule) for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def pipeline_lower_bound(
     main, again = main_kind(costs, counts, table), _again(costs, table)
     redone = again * np.minimum(limits.recomputed, limits.layers)
     work = limits.last * main.total + main.redone(v * np.minimum(limits.recomputed, limits.layers))
-    work = work + np.where(np.isin(table.schedule, _V_SHAPED), 0.0, costs.head.total)
+    work = work + np.where(table.is_v_shaped, 0.0, costs.head.total)
     before = limits.ahead * main.forward + sums.way
     backward = limits.ahead * (main.backward_input + main.backward_weight) + (p - 1) * redone
     after = np.where(table.schedule == _INTERLEAVED, backward + sums.way, 0.0)

@@ -34,7 +34,7 @@ from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import RECOMPUTES, SCHEDULES, IntColumn, LayoutTable, distinct
 from costmodels.memory_bound import block_bytes, count_layers
 from costmodels.model import ModelSpec
-from costmodels.stage_sizes import V_SHAPED, SmallestStages, smallest_stages
+from costmodels.stage_sizes import SmallestStages, smallest_stages
 
 Column = NDArray[np.float64]
 
@@ -185,7 +185,7 @@ def _outside_layers(layers: _Layers) -> tuple[Column, Column]:
     """Return a rank's bytes without layers, and its stages' outputs per micro-batch."""
     table = layers.table
     pipeline, row = int(table.pipeline_parallel[0]), np.arange(len(table))
-    last = np.where(np.isin(table.schedule, V_SHAPED), 0, pipeline - 1)
+    last = np.where(table.is_v_shaped, 0, pipeline - 1)
     output = np.repeat(layers.boundary[:, None], pipeline, axis=1)
     output[row, last] = 0  # of the last stage it is the logits
     besides = np.repeat(layers.besides[:, None], pipeline, axis=1)

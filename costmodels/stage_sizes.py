@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.layout import Schedule, split_layers
-from costmodels.layout_table import SCHEDULES, LayoutTable, distinct
+from costmodels.layout import split_layers
+from costmodels.layout_table import LayoutTable, distinct
 from costmodels.model import ModelSpec
 
 Column = NDArray[np.float64]
-
-V_SHAPED = [SCHEDULES.index(schedule) for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ def smallest_stages(
     layers = np.full((len(rows), pipeline), float(len(kinds) if one else 1))
     main = np.full((len(rows), pipeline), float(is_main.sum() if one else 0))
     if even_chunks and not one:
-        is_v_shaped = np.isin(table.schedule[rows], V_SHAPED)
+        is_v_shaped = table.is_v_shaped[rows]
         for chunks in distinct(table.stages_per_rank[rows]).tolist():
             sizes = split_layers(len(kinds), pipeline * chunks)
             of_main = np.add.reduceat(is_main, np.cumsum((0, *sizes[:-1])), dtype=np.float64)

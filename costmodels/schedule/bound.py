@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.layout import Schedule
-from costmodels.layout_table import SCHEDULES
+from costmodels.layout_table import SCHEDULES, is_one_of
 from costmodels.schedule.in_flight import in_flight_closed_form
 from costmodels.schedule.shape import Ints
 
@@ -132,10 +132,10 @@ def makespan_lower_bound(
     shape = (schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
     held = in_flight_closed_form(*shape, np.zeros_like(pipeline_parallel))
     held = np.where(np.asarray(schedule) >= 0, held, num_micro_batches)  # an open one may hold all
-    is_whole = np.isin(schedule, [SCHEDULES.index(s) for s in WHOLE_BACKWARDS])
+    is_whole = is_one_of(schedule, *WHOLE_BACKWARDS)
     back = sums.backward_input + np.where(is_whole, sums.backward_weight, 0.0)
     returns = np.ceil(m / held) * (sums.forward + back + stages_per_rank * round_trip)
-    is_looped = np.isin(schedule, [SCHEDULES.index(s) for s in LOOPED]) & (stages_per_rank > 1)
+    is_looped = is_one_of(schedule, *LOOPED) & (stages_per_rank > 1)
     rounds = np.where(is_looped, _rounds(p, stages_per_rank, m, sums, back), 0.0)
     bound: Floats = np.maximum.reduce(
         np.broadcast_arrays(m * slowest, returns, rounds, of_schedule)

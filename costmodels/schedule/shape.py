@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodels.layout import Schedule
-from costmodels.layout_table import SCHEDULES
+from costmodels.layout_table import SCHEDULES, is_one_of
 
 Ints = NDArray[np.int64]
 
@@ -119,12 +119,11 @@ def shape_masks(
         num_micro_batches: Micro-batches of a step.
 
     """
-
-    def is_one_of(members: tuple[Schedule, ...]) -> NDArray[np.bool_]:
-        return np.isin(schedule, [SCHEDULES.index(s) for s in members])
-
-    one, two, rounds = is_one_of(_ONE_STAGE), is_one_of(_TWO_STAGES), is_one_of(_ROUNDS)
-    interleaved, dual = is_one_of((Schedule.INTERLEAVED,)), is_one_of((Schedule.DUALPIPEV,))
+    one = is_one_of(schedule, *_ONE_STAGE)
+    two = is_one_of(schedule, *_TWO_STAGES)
+    rounds = is_one_of(schedule, *_ROUNDS)
+    interleaved = is_one_of(schedule, Schedule.INTERLEAVED)
+    dual = is_one_of(schedule, Schedule.DUALPIPEV)
     v = stages_per_rank
     stages_fit = np.where(one, v == 1, np.where(two, v == 2, np.where(interleaved, v >= 2, v >= 1)))  # noqa: PLR2004 - the rule itself
     num_rounds = np.maximum(1, num_micro_batches // pipeline_parallel)

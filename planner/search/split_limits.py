@@ -8,12 +8,10 @@ experts or without, whichever are more) are counted.
 import numpy as np
 
 from costmodels.layout import split_layers
-from costmodels.layout_table import SCHEDULES, LayoutTable
+from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import SplitLimits
 from planner.search.costs import Values
-
-V_SHAPED = tuple(SCHEDULES.index(s) for s in SCHEDULES if s.value in ("zbv", "dualpipev"))
 
 
 def split_limits(
@@ -34,7 +32,7 @@ def split_limits(
         even_chunks: False where the user states the split.
 
     """
-    is_v_shaped = np.isin(table.schedule, V_SHAPED)
+    is_v_shaped = table.is_v_shaped
     keys = np.stack([table.pipeline_parallel, table.stages_per_rank, is_v_shaped.astype(np.int64)])
     unique, of_row = np.unique(keys, axis=1, return_inverse=True)
     facts = [_facts(model, int(p), int(v), bool(is_v), even_chunks) for p, v, is_v in unique.T]
