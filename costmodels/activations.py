@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodels.attention_ops import attention_kernel
 from costmodels.compiled.activations import LayerActivations, layer_activations
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Recompute
@@ -215,13 +216,6 @@ def _latent_width(model: ModelSpec) -> int:
 def _input_bytes(job: TrainingJob, behaviour: FrameworkBehaviour) -> int:
     is_low = job.precision in LOW_PRECISIONS and behaviour.low_precision_inputs
     return 1 if is_low else element_bytes(job)
-
-
-def attention_kernel(job: TrainingJob) -> str:
-    """Return the kernel that runs; without flash attention, a fused softmax at least."""
-    kernel = job.switches.attention_kernel
-    is_flash = SCORE_BYTES.get(kernel, 0) == 0
-    return "fused-softmax" if is_flash and not job.flash_attention else kernel
 
 
 def _score_bytes(model: ModelSpec, job: TrainingJob) -> int:
