@@ -16,6 +16,7 @@ from costmodels.layout_table import LayoutTable, table_of
 from costmodels.model import ModelSpec
 from planner.rules import accelerate, deepspeed, megatron, nanotron, native, torchtitan
 from planner.rules.allowed import allowed_values
+from planner.rules.expressible import expressible_rules
 from planner.rules.partition import Inputs, broken_rules
 from planner.rules.rule import Case, Fact, Mask, Rule, Violation, facts
 
@@ -100,15 +101,20 @@ def violations(
 def runtime_violations(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
 ) -> tuple[Violation, ...]:
-    """Return what keeps the native runtime of this version from executing a legal layout."""
+    """Return what keeps a legal layout from being applied.
+
+    The native runtime of this version may not execute it, or the configuration of another target
+    has no words for it.
+    """
     if beyond := _beyond_tables(layout):
         return beyond
     inputs = (model, job, cluster)
     case = Case(model=model, job=job, cluster=cluster, table=table_of([layout]))
-    rules = (*native.RULES, *native.RUNTIME_RULES)
+    further = expressible_rules(job.target)
+    rules = (*rules_of(job.target), *further)
     return tuple(
         _violation(rule, rules, inputs, layout)
-        for rule in native.RUNTIME_RULES
+        for rule in further
         if not rule.holds(case)[0]
     )
 

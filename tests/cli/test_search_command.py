@@ -135,6 +135,16 @@ def test_nothing_fits_names_the_nearest_miss_and_exits_with_1(capsys):
             "precision_supported",
             {"precision": ["bf16", "fp16", "fp32", "fp8"]},
         ),
+        (  # the layout is legal, the runtime does not execute it
+            ["--attention", "unfused", "--cp", "2", "--cp-type", "ring"],
+            "merged_attention_is_flash",
+            {"context_parallel_type": ["ulysses"], "context_parallel": [1]},
+        ),
+        (  # the framework runs it, its configuration does not say it
+            ["--target", "deepspeed", "--pp", "2"],
+            "configuration_has_pipeline",
+            {"pipeline_parallel": [1]},
+        ),
     ],
 )
 def test_where_nothing_is_legal_the_rule_and_what_is_legal_are_named(capsys, flags, rule, allowed):
