@@ -50,6 +50,7 @@ class FrameworkBehaviour:
             one exists twice for a moment.
         logit_peak_bytes: Bytes per logit at the worst moment of head and loss, unfused loss.
         fused_logit_peak_bytes: The same with a fused or compiled loss.
+        fuses_loss: The loss is one kernel where the job does not say.
         gathers_logits: An unfused loss works on the whole vocabulary on every tensor-parallel rank
             (torch's cross entropy, which knows no cut vocabulary).
         compiles_loss: The compiler that fuses the model fuses the loss too; off where the model
@@ -99,6 +100,7 @@ class FrameworkBehaviour:
     uncut_logit_peak_bytes: float | None = None
     fused_loss_bytes: tuple[int, int] = (8, 6)
     logit_saved_bytes: float = 4.0
+    fuses_loss: bool = True
     gathers_logits: bool = False
     compiles_loss: bool = False
     bucket_bytes: int = 0
@@ -174,7 +176,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     # DeepSpeed ZeRO: 16-bit gradients, flattened and cast to fp32 for the shard at the step; with
     # fp32 accumulation both formats exist. Buckets of 5e8 values for reduction and gathering.
     # Losses of its users are eager: 16-bit logits (2), fp32 ones, log-probabilities, gradients of
-    # both (4 each). Its pipeline sends through groups of two.
+    # both (4 each; Hugging Face drops the fp32 ones before). Its pipeline sends through groups
+    # of two.
     Target.DEEPSPEED: FrameworkBehaviour(
         bf16_gradient_bytes=2,
         fp16_gradient_bytes=2,
@@ -184,6 +187,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         saves_gathered_input=True,
         logit_peak_bytes=18.0,
         fused_logit_peak_bytes=8.0,
+        fuses_loss=False,
         gathers_logits=True,
         bucket_bytes=2 * 500_000_000,
         extra_groups=1,
@@ -199,7 +203,9 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
     ),
     # Accelerate on FSDP: torch's own sharding; its mixed precision gathers and reduces in 16 bits
     # (FullyShardedDataParallelPlugin.set_mixed_precision), shards of gradients are fp32; selective
-    # checkpointing wraps a share of the blocks (as fms-fsdp does), half of them here. Fused losses
+    # checkpointing wraps a share of the blocks (as fms-fsdp does), half of them here. The loss that
+    # Hugging Face's models bring is eager and casts to fp32: 14 bytes per logit live at its peak
+    # (measured: ForCausalLMLoss of transformers 5.24, outputs kept; 12 without). Fused losses
     # (flash-attn's kernel, llm-foundry's default) read 16-bit logits and write their gradient.
     Target.ACCELERATE: FrameworkBehaviour(
         bf16_gradient_bytes=4,
@@ -208,8 +214,9 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         master_is_parameter=True,
         keeps_ends_gathered=True,
         saves_gathered_input=True,
-        logit_peak_bytes=18.0,
+        logit_peak_bytes=14.0,
         fused_logit_peak_bytes=4.0,
+        fuses_loss=False,
         gathers_logits=True,
         bucket_bytes=25 * MIB,
         selective_modules=("every-2nd-layer",),
@@ -219,8 +226,9 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
 
 def fuses_loss(job: TrainingJob) -> bool:
     """Tell whether one kernel scores the logits; an eager run has none where it is compiled."""
-    is_eager = BEHAVIOURS[job.target].compiles_loss and job.switches.compile is False
-    return job.switches.fused_cross_entropy and not is_eager
+    behaviour, said = BEHAVIOURS[job.target], job.switches.fused_cross_entropy
+    is_eager = behaviour.compiles_loss and job.switches.compile is False
+    return (behaviour.fuses_loss if said is None else said) and not is_eager
 
 
 def works_on_whole_logits(job: TrainingJob) -> bool:

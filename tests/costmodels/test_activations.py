@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import table_of
 from costmodels.model import LatentAttention, LayerKind, MixtureOfExperts, ModelSpec
+from costmodels.states import padded_vocab_size
 
 DENSE = LayerKind(window=None, has_experts=False)
 ROUTED = LayerKind(window=None, has_experts=True)
@@ -209,6 +211,17 @@ def test_a_loss_of_torch_works_on_whole_rows_on_every_tensor_rank():
     switches = Switches(fused_cross_entropy=False)
     head = head_bytes(LLAMA_70B, job(Target.DEEPSPEED, switches=switches), table)
     assert float(head.peak[0]) == 18 * 4096 * 128256
+
+
+@pytest.mark.parametrize(
+    ("target", "bytes_per_logit"), [(Target.ACCELERATE, 14), (Target.MEGATRON, 6)]
+)
+def test_the_loss_that_hugging_faces_models_bring_is_eager(target, bytes_per_logit):
+    table = table_of([Layout(layers_per_stage=(80,))])
+    logits = 4096 * padded_vocab_size(LLAMA_70B, job(target), np.array([1]))[0]
+    assert float(head_bytes(LLAMA_70B, job(target), table).peak[0]) == bytes_per_logit * logits
+    fused = job(target, switches=Switches(fused_cross_entropy=True))
+    assert float(head_bytes(LLAMA_70B, fused, table).peak[0]) <= 6 * logits
 
 
 def test_a_chunked_loss_never_holds_all_logits():

@@ -7,6 +7,7 @@ groups "mixed precision", "training" and "Transformer-Engine".
 from costmodels.job import Optimizer, Precision, Target, TrainingJob
 from costmodels.layout import Layout, Offload, Recompute
 from costmodels.model import ModelSpec
+from costmodels.targets import fuses_loss
 from planner.emit.emission import CannotExpress
 from planner.emit.megatron.model import Option
 
@@ -57,7 +58,7 @@ def _precision(job: TrainingJob) -> list[Option]:
 
 def _kernels(job: TrainingJob, layout: Layout) -> list[Option]:
     options: list[Option] = [("--attention-backend", "auto" if job.flash_attention else "unfused")]
-    if job.switches.fused_cross_entropy:
+    if fuses_loss(job):
         options.append(("--cross-entropy-loss-fusion",))
     if job.switches.cuda_graphs:
         if layout.recompute is Recompute.FULL:
