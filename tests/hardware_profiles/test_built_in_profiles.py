@@ -151,6 +151,17 @@ def test_a_part_with_cut_tensor_cores_computes_at_its_own_peak():
     assert limited.peak < 989.4 * TFLOP
 
 
+@pytest.mark.parametrize(
+    ("cut", "full"), [("h800-sxm-80gb", "h100-sxm-80gb"), ("a800-sxm-80gb", "a100-sxm-80gb")]
+)
+def test_a_cut_link_is_used_better_than_the_full_one_and_no_better_than_kernels(cut, full):
+    job = TrainingJob(seq_len=2048, global_batch_size=8)
+    ours, theirs = (rates_of(job, read_profile(name)).inner_bandwidth for name in (cut, full))
+    links = read_profile(cut).intra_node.bandwidth / read_profile(full).intra_node.bandwidth
+    assert links < ours / theirs < 1
+    assert ours < 158 * GB  # deepseek-ai/DeepEP, on an H800
+
+
 def _holds(text, dotted):
     for part in dotted.split("."):
         if not isinstance(text, dict) or part not in text:
