@@ -202,19 +202,22 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         logit_peak_bytes=10.0,
     ),
     # Accelerate on FSDP: torch's own sharding; its mixed precision gathers and reduces in 16 bits
-    # (FullyShardedDataParallelPlugin.set_mixed_precision), shards of gradients are fp32; selective
-    # checkpointing wraps a share of the blocks (as fms-fsdp does), half of them here. The loss that
-    # Hugging Face's models bring is eager and casts to fp32: 14 bytes per logit live at its peak
-    # (measured: ForCausalLMLoss of transformers 5.24, outputs kept; 12 without). Fused losses
-    # (flash-attn's kernel, llm-foundry's default) read 16-bit logits and write their gradient.
+    # (FullyShardedDataParallelPlugin.set_mixed_precision), shards of gradients are fp32 and None
+    # before a step's first backward pass (Trainer's zero_grad); selective checkpointing wraps a
+    # share of the blocks (as fms-fsdp does), half of them here. The loss that Hugging Face's models
+    # bring is eager and casts to fp32: 12 bytes per logit live at its peak (measured:
+    # ForCausalLMLoss of transformers 5.24 where, as in Trainer, outputs are dropped before
+    # backward; 14 where they are kept). Fused losses (flash-attn's kernel, llm-foundry's default)
+    # read 16-bit logits and write their gradient.
     Target.ACCELERATE: FrameworkBehaviour(
         bf16_gradient_bytes=4,
         fp16_gradient_bytes=4,
         reduces_in_16_bits=True,
         master_is_parameter=True,
+        cuts_gradients_late=True,
         keeps_ends_gathered=True,
         saves_gathered_input=True,
-        logit_peak_bytes=14.0,
+        logit_peak_bytes=12.0,
         fused_logit_peak_bytes=4.0,
         fuses_loss=False,
         gathers_logits=True,
