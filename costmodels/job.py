@@ -54,8 +54,8 @@ class Switches:
             write the scores to memory.
         fused_norm: Normalisation as one kernel; otherwise each step passes through memory and
             fp32 copies are kept.
-        fused_cross_entropy: The loss as one kernel that reads the logits in their own format; None is
-            the target's habit.
+        fused_cross_entropy: The loss as one kernel that reads the logits in their own format; None
+            is the target's habit.
         overlap_grad_reduce: Data-parallel communication hides behind backward.
         overlap_tensor_parallel: Tensor-parallel collectives hide behind their GEMMs.
         overlap_expert_parallel: Expert all-to-all hides behind computation.

@@ -113,9 +113,7 @@ def runtime_violations(
     further = expressible_rules(job.target)
     rules = (*rules_of(job.target), *further)
     return tuple(
-        _violation(rule, rules, inputs, layout)
-        for rule in further
-        if not rule.holds(case)[0]
+        _violation(rule, rules, inputs, layout) for rule in further if not rule.holds(case)[0]
     )
 
 
