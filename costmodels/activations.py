@@ -117,6 +117,7 @@ def _sum(parts: LayerActivations) -> Column:
         + parts.expert_inputs
         + parts.expert_hidden
         + parts.expert_activation
+        + parts.expert_answers
     )
     return np.asarray(once + 2 * parts.norm_outputs)
 
@@ -135,7 +136,10 @@ def _selective(
         "mlp": parts.norm_outputs + parts.ffn_hidden + parts.ffn_activation,
         "layernorm": 2 * parts.norm_outputs + parts.norm_copies,
         "moe_act": parts.expert_activation,
-        "moe": parts.expert_inputs + parts.expert_hidden + parts.expert_activation,
+        "moe": parts.expert_inputs
+        + parts.expert_hidden
+        + parts.expert_activation
+        + parts.expert_answers,
         "mla_up_proj": parts.queries_keys_values,
     }
     unknown = [module for module in modules if module not in dropped]
@@ -165,6 +169,8 @@ def _parts(
     tokens = tokens_per_rank(job, table)
     sequence_shards = np.where(table.sequence_parallel == 1, tensor, 1)
     routed = tokens / sequence_shards * table.expert_tensor_parallel
+    answers = moe.experts_per_token if moe and behaviour.keeps_expert_answers else 0
+    answered = tokens / sequence_shards * answers
     ffn_width = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size
     value_dim = latent.v_head_dim if latent else model.head_dim
     key_dim = latent.qk_head_dim if latent else model.head_dim
@@ -200,7 +206,9 @@ def _parts(
         num_experts=moe.num_experts if moe else 0,
         router_bytes=ROUTER_BYTES,
         routed_tokens=routed * (moe.experts_per_token * _imbalance(job, table) if moe else 0),
+        answered_tokens=answered,
         expert_width=moe.ffn_hidden_size if moe else 0,
+        released_width=moe.ffn_hidden_size if answers and moe else 0,
         expert_tensor_parallel=table.expert_tensor_parallel,
     )
 

@@ -43,8 +43,8 @@ class BlockMemory:
     def head_transient(self) -> Column:
         """What head and loss add beside saved logits: at the loss, or at the head's backward."""
         logits, moving = self.head_bytes, self.transients
-        worst = np.maximum(logits.peak + moving.always, logits.gradient + moving.head)
-        return worst - logits.saved
+        at_work = np.maximum(logits.peak + moving.always, logits.gradient + moving.head)
+        return np.maximum(at_work, moving.head_kept) - logits.saved
 
 
 def block_memory(

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
+import numpy as np
+
 from costmodels.block_memory import BlockMemory, block_memory
 from costmodels.framework_memory import (
     cached_bytes,
@@ -28,15 +30,12 @@ from costmodels.layout_table import table_of
 from costmodels.memory_bound import memory_lower_bound
 from costmodels.model import ModelSpec
 from costmodels.moments import rank_moments
-from costmodels.rank_memory import (
-    blocks_of_rank,
-    fullest_moment,
-    kept_by_stage,
-    telling_ranks,
-)
+from costmodels.rank_blocks import blocks_of_rank, kept_by_stage
+from costmodels.rank_memory import fullest_moment, telling_ranks
 from costmodels.stage_memory import EndMemory, LayerMemory, StageMemory
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryEstimate, MemoryParts
+from costmodels.transients import MANY_LAYERS
 
 __all__ = [
     "MemoryDemand",
@@ -134,8 +133,9 @@ def _parts_of_ranks(
     """Return the parts of some pipeline ranks, each at its fullest moment."""
     moments = rank_moments(layout)
     communication = float(blocks.communication[0])
+    grown = 1 + fragmentation_fraction(job, cluster)
     fullest = (
-        fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank])
+        fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank], grown=grown)
         for rank in ranks
     )
     return tuple(
@@ -259,18 +259,24 @@ def stage_memory(
     logits, moving = blocks.head_bytes, blocks.transients
     kinds = dict.fromkeys(model.layer_kinds)
     outside = float(blocks.communication[0]) + context_bytes(cluster) + job.memory_taken
+    released = np.maximum.reduce([layer.kept for layer in blocks.layer_bytes]) * stays
+    few, many = (
+        float(moving.least_beside_layers(count, grown=grown, released=released)[0])
+        for count in (1, MANY_LAYERS)
+    )
+    whole_head = float(moving.whole_ends[0] + moving.whole_head[0])
     return StageMemory(
         layers=tuple((kind, by_kind[replace(kind, window=None)]) for kind in kinds),
         embedding=EndMemory(states=float(blocks.embedding.total[0]), kept=0.0, transient=0.0),
         head=EndMemory(
             states=float(blocks.head.total[0]),
             kept=float(logits.norm[0] + logits.waiting[0]) * grown,
-            transient=float(blocks.head_transient[0]) * grown,
+            transient=float(blocks.head_transient[0]) * grown + whole_head,
         ),
         boundary=float(moving.boundary[0]) * grown,
-        fixed=outside + float(moving.gathered[0]),
-        transient=float(moving.layers[0]) * grown,
-        recompute_transient=float(moving.recompute[0]) * grown,
+        fixed=outside,
+        transient=few,
+        transient_of_many=many,
         moments=rank_moments(layout),
         capacity=cluster.usable_memory,
     )

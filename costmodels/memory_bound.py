@@ -29,6 +29,7 @@ from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct, is_one_of
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
 from costmodels.stage_sizes import SmallestStages, smallest_stages
+from costmodels.transients import MANY_LAYERS
 
 Column = NDArray[np.float64]
 
@@ -48,7 +49,8 @@ class BlockBytes:
         logits_kept: The least per micro-batch that waits on the last stage.
         boundary: Per micro-batch in flight of a stage but the last, its output.
         head_moment: While loss or head run, all beside layers and states.
-        layer_moment: While a layer runs backward, all beside layers and states.
+        layer_moment: While a layer runs backward, all beside layers and states; one entry per
+            layers of its stage: one, two, or more.
 
     """
 
@@ -60,7 +62,7 @@ class BlockBytes:
     logits_kept: Column
     boundary: Column
     head_moment: Column
-    layer_moment: Column
+    layer_moment: tuple[Column, ...]
 
 
 def memory_lower_bound(
@@ -129,8 +131,17 @@ def block_bytes(
     ]
     extra = [layer.waiting - layer.recomputed for layer in blocks.layer_bytes]
     brought_back = np.where(is_full & brings_back, np.minimum.reduce(extra), 0.0) * (stays > 0)
-    outside = context_bytes(cluster) + job.memory_taken + blocks.communication + moving.gathered
+    outside = context_bytes(cluster) + job.memory_taken + blocks.communication
     logits = blocks.head_bytes
+    last = [np.where(is_full, layer.recomputed, layer.kept) for layer in blocks.layer_bytes]
+    released = np.maximum.reduce(last) * stays
+    layer_moment = tuple(
+        outside
+        + moving.least_beside_layers(
+            count, grown=grown, released=released, brought_back=grown * brought_back
+        )
+        for count in range(1, MANY_LAYERS + 1)
+    )
     return BlockBytes(
         states=np.stack([states.total for states in blocks.layer_states], axis=1),
         kept=np.stack(kept, axis=1),
@@ -139,8 +150,11 @@ def block_bytes(
         head_kept=logits.norm * grown,
         logits_kept=logits.waiting * grown,
         boundary=moving.boundary * grown,
-        head_moment=outside + grown * (blocks.head_transient + logits.saved),
-        layer_moment=outside + grown * (moving.layers + brought_back),
+        head_moment=outside
+        + moving.whole_ends
+        + moving.whole_head
+        + grown * (blocks.head_transient + logits.saved),
+        layer_moment=layer_moment,
     )
 
 
@@ -164,7 +178,11 @@ def _bound_of(
     chunks = table.stages_per_rank[rows][:, None]
     main = int(np.argmax(counts))
     lightest = few.least(kept, main)  # of a stage, per micro-batch
-    besides = costs.layer_moment[rows][:, None] + (total - chunks * fewest) * lightest
+    moments = np.stack([moment[rows] for moment in costs.layer_moment], axis=1)
+    of_size = np.minimum(few.layers, MANY_LAYERS).astype(np.int64) - 1
+    besides = np.take_along_axis(moments, of_size, axis=1)
+    many = moments[:, -1:] - besides  # what stages of many layers have more
+    besides += (total - chunks * fewest) * lightest
     besides[:, 0] += costs.embedding[rows]
     last = np.where(table.is_v_shaped[rows], 0, pipeline - 1)
     row = np.arange(len(rows))
@@ -178,6 +196,12 @@ def _bound_of(
     ends = costs.head[rows] + saved
     besides[row, last] += ends + waiting * costs.head_kept[rows]
     mean = layers + (weights * besides).sum(axis=1)
+    # Stages of one or two layers have less. Where that many fit below the bound with what others
+    # have, such a stage is no rank's fullest, and the bound holds as if all had many.
+    of_many = layers + (weights * (besides + many)).sum(axis=1)
+    largest = (states[:, None, :] + fewest[:, :, None] * kept[:, None, :]).max(axis=2)
+    is_free = np.all(2 * largest + besides + many < of_many[:, None], axis=1) & (chunks[:, 0] == 1)
+    mean = np.where(is_free, of_many, mean)
     held = np.where(waiting > 0, total[row, last], 1)
     one_layer = chunks[:, 0] * states.min(axis=1) + held * lightest[row, last]
     kept_by_head = np.maximum(waiting, 1) * costs.head_kept[rows]

@@ -144,7 +144,7 @@ def _layers_of(
         kept=np.where(is_full, redone, whole),
         later=np.where(is_full, np.minimum(put_off, again), put_off),
         states=costs.states,
-        besides=costs.layer_moment,
+        besides=costs.layer_moment[0],
         boundary=costs.boundary,
         embedding=costs.embedding,
         head=costs.head,

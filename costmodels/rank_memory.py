@@ -2,11 +2,14 @@
 
 Moments, of which the largest counts:
 
-    layers  states + activations in flight + gradients of a layer's backward pass
+    layers  states + activations in flight + gradients of a layer's backward pass: of the last layer
+            of a stage, or of the one before it with those of the last layer on their way
     loss    states + activations in flight + logits and their gradients
     head    states + activations in flight + gradients of the output matrix
     end     states + activations of other micro-batches + gradients of the embedding
     step    states + what the optimizer needs beside them; no activations
+
+Weights that ZeRO-3 gathers are whole where they are needed: of the unit at work and of the next.
 
 How many micro-batches are in flight is read off the schedule's own table. Where that splits
 backwards, what recomputing a layer brought back stays from the input gradient to the weight
@@ -19,14 +22,14 @@ from typing import NamedTuple
 
 from costmodels.block_memory import BlockMemory
 from costmodels.job import Optimizer, TrainingJob
-from costmodels.layout import Layout, Offload, Recompute
+from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
 from costmodels.moments import Moment, covered_by_the_one_before
+from costmodels.rank_blocks import Kept, blocks_of_rank, kept_by_stage, layers_by_kind
 from costmodels.states import BlockStates, bytes_per_weight
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryParts
 
-LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
 FP32_BYTES = 4
 
 
@@ -38,7 +41,7 @@ def telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """
     covered = covered_by_the_one_before(layout)
     sizes = [
-        [_layers_of_stage(model, layout, stage) for stage in layout.stages_of_rank(rank)]
+        [layers_by_kind(model, layout, stage) for stage in layout.stages_of_rank(rank)]
         for rank in range(layout.pipeline_parallel)
     ]
     last = layout.pipeline_parallel - 1
@@ -57,29 +60,31 @@ def fullest_moment(
     *,
     rank: int,
     moments: Sequence[Moment],
+    grown: float,
 ) -> tuple[MemoryParts, float]:
     """Return a pipeline rank's parts at the largest of its moments, and the step's own bytes.
 
     The latter are buckets, and the copies of 16-bit gradients that optimizers make of their shard.
+    What comes and goes reserves `grown` bytes per byte, weights that are gathered one.
     """
     stages = layout.stages_of_rank(rank)
     held = blocks_of_rank(model, layout, blocks, stages)
-    states = _states_of_rank(held, blocks)
+    states = _states_of_rank(held)
     kept = [kept_by_stage(model, layout, blocks, stage) for stage in stages]
     late = sum(count * float(block.late_gradients[0]) for block, count in held)
     step = _step_bytes(job, held)
     found = [_Load(transient=step + late)]
     for moment in moments:
         waiting = _waiting_load(layout, blocks, stages, kept, moment)
-        found.append(waiting.plus(transient=_layers_backward(layout, blocks, stages, moment)))
+        found += _layer_loads(layout, blocks, stages, kept, waiting=waiting, moment=moment)
         if layout.num_stages - 1 in stages:
             found += _head_loads(blocks, waiting, moment)
         if 0 in stages and (moment.until_input[0] or moment.put_off[0]):
             found.append(_embedding_load(blocks, waiting, kept[0], moment, late=late))
-    fullest = max(found, key=lambda one: one.total)
+    fullest = max(found, key=lambda one: one.gathered + grown * one.comes_and_goes)
     parts = replace(
         states,
-        parameters=states.parameters - fullest.released,
+        parameters=states.parameters + fullest.gathered,
         activations=fullest.activations,
         logits=fullest.logits,
         transient=fullest.transient,
@@ -88,26 +93,23 @@ def fullest_moment(
 
 
 class _Load(NamedTuple):
-    """What a rank holds at one moment besides its states, and weights that it let go of."""
+    """What a rank holds at one moment besides its states; gathered weights apart."""
 
     transient: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
-    released: float = 0.0
+    gathered: float = 0.0
 
     @property
-    def total(self) -> float:
-        return self.activations + self.logits + self.transient - self.released
+    def comes_and_goes(self) -> float:
+        return self.activations + self.logits + self.transient
 
-    def plus(self, *, transient: float, logits: float = 0.0) -> "_Load":
-        return self._replace(transient=self.transient + transient, logits=self.logits + logits)
-
-
-class Kept(NamedTuple):
-    """Bytes that one micro-batch keeps in the layers of a stage: until its I or B, and then."""
-
-    until_input: float
-    put_off: float
+    def plus(self, *, transient: float, gathered: float, logits: float = 0.0) -> "_Load":
+        return self._replace(
+            transient=self.transient + transient,
+            logits=self.logits + logits,
+            gathered=gathered,
+        )
 
 
 def _waiting_load(
@@ -130,29 +132,83 @@ def _waiting_load(
     )
 
 
-def _layers_backward(
-    layout: Layout, blocks: BlockMemory, stages: Sequence[int], moment: Moment
-) -> float:
-    """Return what comes and goes while layers run backward.
+def _layer_loads(
+    layout: Layout,
+    blocks: BlockMemory,
+    stages: Sequence[int],
+    kept: Sequence[Kept],
+    *,
+    waiting: _Load,
+    moment: Moment,
+) -> list[_Load]:
+    """Return the moments of the layers of each stage of which a micro-batch is about to go."""
+    found = []
+    for place, stage in enumerate(stages):
+        waits = moment.until_input[place] or moment.put_off[place]
+        if waits and layout.layers_per_stage[stage]:
+            is_whole = moment.before_b and moment.until_input[place] > 0
+            found += _loads_of_stage(
+                layout, blocks, stage, kept[place], waiting=waiting, is_whole=is_whole
+            )
+    return found
 
-    What an I brings back stays, so that it counts with what waits for weight gradients.
+
+def _loads_of_stage(
+    layout: Layout,
+    blocks: BlockMemory,
+    stage: int,
+    kept: Kept,
+    *,
+    waiting: _Load,
+    is_whole: bool,
+) -> list[_Load]:
+    """Return the moments of a stage's last layer, of the one before it, and of the first one.
+
+    The last one meets all activations and what is left of the head, the others those of the layers
+    before them and gradients of the layer behind them. The first one meets the embedding's weights.
+    Of a split backward (not `is_whole`) all are one: what an I brings back stays, and counts with
+    what waits for weight gradients.
     """
-    moving = blocks.transients
-    brings_back = moment.before_b and _recomputes_whole_stage(layout, stages)
-    backward = float((moving.recompute if brings_back else moving.layers)[0])
-    has_head = layout.num_stages - 1 in stages
-    return backward + (float(moving.after_head[0]) if has_head else 0.0)
+    moving, count = blocks.transients, layout.layers_per_stage[stage]
+    redone = 0
+    if layout.recompute is Recompute.FULL and is_whole:
+        redone = layout.recompute_layers or count
+    embedding = float(moving.whole_embedding[0]) if stage == 0 else 0.0
+    layer, after_layer = float(moving.whole_layer[0]), float(moving.after_layer[0])
+    after_head = float(moving.after_head[0]) if stage == layout.num_stages - 1 else 0.0
+
+    def load(place: int, *, behind: float, released: float = 0.0) -> _Load:
+        """Of the layer at a place from 1 in the stage."""
+        back = float(moving.brought_back[0]) if redone >= place else 0.0
+        before = layer if place > 1 else embedding
+        return waiting._replace(activations=waiting.activations - released).plus(
+            transient=float(moving.layer[0]) + back + behind,
+            gathered=float(moving.whole_ends[0]) + layer + before,
+        )
+
+    if not is_whole:
+        return [load(count, behind=max(after_head, after_layer if count > 1 else 0.0))]
+    found = [load(count, behind=after_head)]
+    if count > 1:
+        found.append(load(count - 1, behind=after_layer, released=kept.last))
+    if count > 2 and embedding > layer:  # noqa: PLR2004  (neither of the two above)
+        found.append(load(1, behind=after_layer, released=kept.behind_first))
+    return found
 
 
 def _head_loads(blocks: BlockMemory, waiting: _Load, moment: Moment) -> list[_Load]:
     """Return the moments of loss and head: of a micro-batch at work, or of its put-off part."""
     moving, head, found = blocks.transients, blocks.head_bytes, []
+    whole = float(moving.whole_ends[0] + moving.whole_head[0])
     if moment.until_input[-1]:
         loss, gradient = float(head.peak[0]), float(head.gradient[0])
-        found.append(waiting.plus(transient=float(moving.always[0]), logits=loss))
-        found.append(waiting.plus(transient=float(moving.head[0]), logits=gradient))
+        of_loss, of_head = float(moving.always[0]), float(moving.head[0])
+        found.append(waiting.plus(transient=of_loss, logits=loss, gathered=whole))
+        found.append(waiting.plus(transient=of_head, logits=gradient, gathered=whole))
+        found.append(waiting.plus(transient=float(moving.head_kept[0]), gathered=whole))
     if moment.put_off[-1]:
-        found.append(waiting.plus(transient=float(moving.head_put_off[0])))
+        of_weight = float(moving.head_put_off[0])
+        found.append(waiting.plus(transient=of_weight, gathered=whole))
     return found
 
 
@@ -166,84 +222,21 @@ def _embedding_load(
     return waiting._replace(
         activations=waiting.activations - mine,
         transient=float(moving.embedding[0]) + reduced,
-        released=float(moving.released[0]),
+        gathered=float(moving.whole_ends[0] + moving.whole_embedding[0]),
     )
 
 
-def _layers_of_stage(model: ModelSpec, layout: Layout, stage: int) -> tuple[int, int]:
-    """Return how many layers of a global stage have no experts, and how many have.
-
-    Layers without experts lead the network, so they lead their stage.
-    """
-    first, count = sum(layout.layers_per_stage[:stage]), layout.layers_per_stage[stage]
-    dense = model.num_layers if model.moe is None else model.moe.num_dense_layers
-    plain = min(max(dense - first, 0), count)
-    return plain, count - plain
-
-
-def _states_of_rank(held: list[tuple[BlockStates, int]], blocks: BlockMemory) -> MemoryParts:
+def _states_of_rank(held: list[tuple[BlockStates, int]]) -> MemoryParts:
     """Return parameters, gradients and optimizer states of a rank's blocks."""
 
     def total(part: str) -> float:
         return sum(count * float(getattr(block, part)[0]) for block, count in held)
 
     return MemoryParts(
-        parameters=total("parameters") + float(blocks.transients.gathered[0]),
+        parameters=total("parameters"),
         gradients=total("gradients"),
         optimizer=total("optimizer"),
     )
-
-
-def blocks_of_rank(
-    model: ModelSpec, layout: Layout, blocks: BlockMemory, stages: Sequence[int]
-) -> list[tuple[BlockStates, int]]:
-    """Return the blocks of a rank's stages and how often it holds each."""
-    by_stage = [_layers_of_stage(model, layout, stage) for stage in stages]
-    plain, experts = (sum(of_kind) for of_kind in zip(*by_stage, strict=True))
-    held = [
-        (states, experts if kind.has_experts else plain)
-        for kind, states in zip(blocks.kinds, blocks.layer_states, strict=True)
-    ]
-    held.append((blocks.embedding, int(0 in stages)))
-    held.append((blocks.head, int(layout.num_stages - 1 in stages)))
-    return held
-
-
-def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int) -> Kept:
-    """Return what one micro-batch keeps in the layers of a stage; offloading leaves two layers."""
-    counts = _layers_of_stage(model, layout, stage)
-    redone = 0
-    if layout.recompute is Recompute.FULL:
-        redone = layout.recompute_layers or sum(counts)
-    by_kind = {
-        kind.has_experts: size for kind, size in zip(blocks.kinds, blocks.layer_bytes, strict=True)
-    }
-    kept: list[tuple[float, int]] = []
-    put_off = 0.0
-    for has_experts, count in zip((False, True), counts, strict=True):
-        if count:
-            again = min(redone, count)
-            redone -= again
-            size = by_kind[has_experts]
-            kept += [(float(size.recomputed[0]), again), (float(size.kept[0]), count - again)]
-            put_off += again * float(size.put_off_again[0])
-            put_off += (count - again) * float(size.put_off[0])
-    is_last = stage == layout.num_stages - 1
-    output = 0.0 if is_last else float(blocks.transients.boundary[0])
-    if Offload.ACTIVATIONS in layout.offload:
-        each = sorted(size for size, count in kept for _ in range(count))
-        held = sum(each[-LAYERS_BEING_MOVED:])
-    else:
-        held = sum(size * count for size, count in kept)
-    return Kept(until_input=held + output, put_off=put_off + output)
-
-
-def _recomputes_whole_stage(layout: Layout, stages: Sequence[int]) -> bool:
-    """Whether a stage keeps inputs only, so that a layer's activations come back on top."""
-    if layout.recompute is not Recompute.FULL:
-        return False
-    counts = [layout.layers_per_stage[stage] for stage in stages]
-    return any(0 < count <= (layout.recompute_layers or count) for count in counts)
 
 
 def _step_bytes(job: TrainingJob, held: list[tuple[BlockStates, int]]) -> float:

@@ -63,9 +63,8 @@ class StageMemory:
         head: On the rank of the last global stage.
         boundary: Per micro-batch in flight of every stage but the last: the output that it keeps.
         fixed: On every rank: context, communicators, buckets, what others took.
-        transient: Gradients and gathered weights while a layer runs backward.
-        recompute_transient: The same where every layer of a stage is recomputed: the activations
-            of one layer come on top.
+        transient: Gradients and gathered weights while a layer runs backward, at least.
+        transient_of_many: The same in a stage of so many layers that units of both sides are held.
         moments: For each pipeline rank, the moments that may be its fullest.
         capacity: Bytes that the driver leaves.
 
@@ -77,7 +76,7 @@ class StageMemory:
     boundary: float
     fixed: float
     transient: float
-    recompute_transient: float
+    transient_of_many: float
     moments: tuple[Moments, ...]
     capacity: float
 

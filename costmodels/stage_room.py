@@ -24,6 +24,7 @@ from costmodels.memory_bound import BlockBytes, block_bytes, count_layers, held_
 from costmodels.model import ModelSpec
 from costmodels.pipeline_bound import most_have_experts
 from costmodels.recompute_bound import with_recompute
+from costmodels.transients import MANY_LAYERS
 
 Column = NDArray[np.float64]
 
@@ -37,7 +38,8 @@ class RoomGroup:
 
     Attributes:
         rows: Positions in the table.
-        free: Bytes that a rank has for layers of the main kind.
+        free: Bytes that a rank has for layers of the main kind, where they are many.
+        free_of_few: The same where they are one or two, which meet less while they run backward.
         states: Of one such layer; [rows, 1].
         kept: Of its micro-batches in flight, kept whole.
         recomputed: The same where it is recomputed in full.
@@ -46,15 +48,21 @@ class RoomGroup:
 
     rows: NDArray[np.int64]
     free: Column
+    free_of_few: Column
     states: Column
     kept: Column
     recomputed: Column
 
     def room(self, most_recomputed: Column) -> Column:
         """Return whole layers that fit each rank, with at most so many of them recomputed."""
+        few = np.minimum(self._room(self.free_of_few, most_recomputed), MANY_LAYERS - 1)
+        room: Column = np.maximum(self._room(self.free, most_recomputed), few)
+        return room
+
+    def _room(self, free: Column, most_recomputed: Column) -> Column:
         k = most_recomputed[:, None]
-        some = (self.free + k * (self.kept - self.recomputed)) / (self.states + self.kept)
-        every = self.free / (self.states + self.recomputed)
+        some = (free + k * (self.kept - self.recomputed)) / (self.states + self.kept)
+        every = free / (self.states + self.recomputed)
         room: Column = np.floor(np.where(some >= k, some, np.minimum(every, k)) + _SLACK)
         return room
 
@@ -114,7 +122,8 @@ def stage_rooms(
         groups.append(
             RoomGroup(
                 rows=rows,
-                free=np.maximum(limit - _besides(kept, rows, in_flight), 0.0),
+                free=np.maximum(limit - _besides(kept, rows, in_flight, MANY_LAYERS), 0.0),
+                free_of_few=np.maximum(limit - _besides(kept, rows, in_flight, 1), 0.0),
                 states=kept.states[rows, main][:, None],
                 kept=in_flight * kept.kept[rows, main][:, None],
                 recomputed=in_flight * again.kept[rows, main][:, None],
@@ -148,9 +157,12 @@ def _bytes(
     return block_bytes(job, cluster, table, blocks, limit=limit)
 
 
-def _besides(kept: BlockBytes, rows: NDArray[np.int64], in_flight: Column) -> Column:
-    """Return what each rank holds besides its layers: [rows, ranks]."""
-    besides = np.repeat(kept.layer_moment[rows][:, None], in_flight.shape[1], axis=1)
+def _besides(
+    kept: BlockBytes, rows: NDArray[np.int64], in_flight: Column, num_layers: int
+) -> Column:
+    """Return what each rank holds besides its layers, so many at least: [rows, ranks]."""
+    moment = kept.layer_moment[num_layers - 1][rows]
+    besides = np.repeat(moment[:, None], in_flight.shape[1], axis=1)
     besides[:, :-1] += in_flight[:, :-1] * kept.boundary[rows][:, None]
     besides[:, 0] += kept.embedding[rows]
     last = in_flight[:, -1]

@@ -5,7 +5,7 @@ Bytes per weight follow from precision, optimizer and target; the weights themse
 LayoutTable and returns arrays with one value per layout (a single layout is a table of one row).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,10 @@ class BlockStates:
     Attributes:
         local_weights: Weights that the rank computes with.
         cut_weights: Those of them that ZeRO may cut: experts that one rank alone holds stay whole.
+        local_experts: Those of them that are routed experts'.
+        reduced_last: Cut weights of the bucket that is reduced last of the block's, whose gradients
+            wait while the block before runs backward: what the tensor axis does not cut, for that
+            is laid first.
         late_gradients: Bytes of cut gradients that come into being with the step's last backward
             pass, beside `gradients`.
         gathered: Bytes of those weights when ZeRO-3 has gathered them; 0 where they always are.
@@ -80,6 +84,8 @@ class BlockStates:
     optimizer: Column
     local_weights: Column
     cut_weights: Column
+    local_experts: Column
+    reduced_last: Column
     late_gradients: Column
     gathered: Column
     host: Column
@@ -178,7 +184,8 @@ def head_states(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> Block
     norm = head_parameters(model)
     norm -= 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     norm -= model.vocab_size if model.head_bias else 0
-    return _block(job, table, 1, sharded=own + bias, replicated=norm)
+    apart = model.tied_embeddings  # the table is shared with another unit or stage
+    return _block(job, table, 1, sharded=own + bias, replicated=norm, is_laid_apart=apart)
 
 
 def _block(
@@ -191,8 +198,13 @@ def _block(
     key_value: int = 0,
     experts: int = 0,
     adapters: float = 0.0,
+    is_laid_apart: bool = False,
 ) -> BlockStates:
-    """Return the states of some weights; frozen under LoRA, where only adapters train."""
+    """Return the states of some weights; frozen under LoRA, where only adapters train.
+
+    What is whole on every rank shares its bucket with the others where the tensor axis cuts
+    nothing, unless they are laid apart.
+    """
     per_weight = bytes_per_weight(job)
     trains_all = job.lora_rank is None
     states = model_states(
@@ -212,7 +224,17 @@ def _block(
     )
     if adapters:
         states = _with_adapters(job, table, states, adapters / table.tensor_parallel)
-    return _placed(job, table, states)
+    of_experts = np.broadcast_to(
+        experts / (table.expert_parallel * table.expert_tensor_parallel), len(table)
+    )
+    apart = (table.tensor_parallel > 1) | is_laid_apart
+    last = np.where(apart, replicated, states.local_weights - of_experts)
+    placed = _placed(job, table, states)
+    return replace(
+        placed,
+        local_experts=of_experts.astype(np.float64),
+        reduced_last=np.where(table.zero_group > 1, last, 0.0),
+    )
 
 
 def _with_adapters(
@@ -241,7 +263,7 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
     whole_gradients = states.local_weights * per_weight.gradient * trains_all
     gradients = np.where(shards_weights & in_pipeline, whole_gradients, states.gradients)
     is_late = (table.zero_stage >= ZERO_2) & (table.num_micro_batches == 1)
-    is_late &= behaviour.cuts_gradients_late & (table.pipeline_parallel == 1)
+    is_late &= behaviour.cuts_gradients_late & (table.stages_per_rank == 1)
     uncut = (states.local_weights - states.cut_weights) * per_weight.gradient * trains_all
     late = np.where(is_late, gradients - uncut, 0)
     if behaviour.cuts_gradients_late and per_weight.optimizer:
@@ -258,6 +280,8 @@ def _placed(job: TrainingJob, table: LayoutTable, states: ModelStates) -> BlockS
         optimizer=np.where(moves_optimizer, 0, states.optimizer),
         local_weights=states.local_weights,
         cut_weights=states.cut_weights,
+        local_experts=np.zeros(len(table)),
+        reduced_last=np.zeros(len(table)),
         gathered=np.where(shards_weights & ~stays, whole, 0),
         host=host * PINNED_HOST_FACTOR,
     )

@@ -34,20 +34,24 @@ class FrameworkBehaviour:
         cuts_gradients_late: Cut gradients come into being when a backward pass reduces them, so
             that the only micro-batch of a step meets none; stage 1's, once per step.
         collects_gradients: A unit's 16-bit gradients move into its reduction buffer one by one,
-            while the buffer of the unit before is reduced; otherwise they wait beside their own.
+            while the last buffer of the unit behind is reduced; otherwise they wait beside their
+            own.
         keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
             keeps them, and whole gradients too, over all micro-batches.
-        gathered_layers: Layers whose weights are whole at once under ZeRO-3 (current, prefetched).
         keeps_ends_gathered: Embedding and head stay whole from forward to backward (FSDP's root).
         saves_gathered_input: Column-parallel matrices keep the gathered input under sequence
             parallelism, rather than gather it again.
         unfused_gate: A gated activation keeps the activated gate beside its inputs.
+        keeps_expert_answers: Answers of experts are weighed after they came back, so that they stay
+            for the gradients of their weights; otherwise weights enter the experts' activation.
         compiled_gate: The gate is fused when the model is compiled.
         low_precision_inputs: fp8 matrix products keep their inputs in fp8.
         dummy_weight_gradients: A placeholder gradient stays allocated for each weight shape
             (Transformer Engine with fused weight-gradient accumulation).
         fused_weight_gradient: Weight gradients accumulate in the product; otherwise the largest
             one exists twice for a moment.
+        largest_expert_share: Of a layer's routed experts, those that one tensor holds: a matrix of
+            three, or both input matrices.
         logit_peak_bytes: Bytes per logit at the worst moment of head and loss, unfused loss.
         fused_logit_peak_bytes: The same with a fused or compiled loss.
         fuses_loss: The loss is one kernel where the job does not say.
@@ -87,14 +91,15 @@ class FrameworkBehaviour:
     cuts_gradients_late: bool = False
     collects_gradients: bool = False
     keeps_gathered_in_pipeline: bool = False
-    gathered_layers: int = 2
     keeps_ends_gathered: bool = False
     saves_gathered_input: bool = False
     unfused_gate: bool = True
+    keeps_expert_answers: bool = False
     compiled_gate: bool = True
     low_precision_inputs: bool = False
     dummy_weight_gradients: bool = False
     fused_weight_gradient: bool = False
+    largest_expert_share: float = 1 / 3
     logit_peak_bytes: float = 14.0
     fused_logit_peak_bytes: float = 6.0
     uncut_logit_peak_bytes: float | None = None
@@ -127,6 +132,8 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         cuts_gradients_late=True,
         collects_gradients=True,
         saves_gathered_input=True,
+        keeps_expert_answers=True,
+        largest_expert_share=2 / 3,
         logit_peak_bytes=8.0,
         fused_logit_peak_bytes=8.0,
         uncut_logit_peak_bytes=12.0,

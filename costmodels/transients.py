@@ -23,6 +23,7 @@ from costmodels.targets import BEHAVIOURS
 Column = NDArray[np.float64]
 
 SHARE_OF_LARGEST_MATRIX = 1 / 3  # of a layer: one of three feed-forward matrices, or less
+MANY_LAYERS = 3  # of a stage: one at work, one whose gradients are reduced, one that is gathered
 MESSAGES_IN_FLIGHT = 2  # a pipeline rank receives one activation and one gradient ahead
 
 
@@ -30,31 +31,65 @@ MESSAGES_IN_FLIGHT = 2  # a pipeline rank receives one activation and one gradie
 class Transients:
     """Bytes beside states and activations, one value per layout.
 
+    ZeRO-3 holds the unit at work whole, and the one that follows: while a layer runs backward,
+    the layer before it or, for the first one, the embedding.
+
     Attributes:
         boundary: Per micro-batch in flight: the output that a stage keeps beside what it sent.
-        gathered: Weights that ZeRO-3 holds whole.
+        whole_ends: Weights of embedding and head, where they stay gathered.
+        whole_layer: Gathered weights of a layer.
+        whole_embedding: Of the embedding, beside `whole_ends`.
+        whole_head: While the head runs, beside `whole_ends`.
         always: Buckets, placeholders and messages, whatever runs.
-        layers: While a layer runs backward.
-        recompute: The same where it is recomputed in full first.
-        after_head: What the last layer meets on top: the head's gradients under reduction.
+        layer: While a layer runs backward, gathered weights apart.
+        brought_back: What comes on top where it is recomputed in full first.
+        after_layer: What the next layer meets on top: gradients that are still being reduced.
+        after_head: What the last layer meets on top of the head.
         embedding: While the embedding runs backward, last of all.
-        released: Of `gathered`, what is no longer held by then: the layers.
-        head: While the head runs backward, the logits and their gradient apart.
+        head: While the gradient of the head's matrix is computed, that of the logits apart.
+        head_kept: When it moves to where it is reduced; the gradient of the logits is gone.
         head_put_off: While its weight's gradient is computed that was put off: autograd copies
             what it is handed.
 
     """
 
     boundary: Column
-    gathered: Column
+    whole_ends: Column
+    whole_layer: Column
+    whole_embedding: Column
+    whole_head: Column
     always: Column
-    layers: Column
-    recompute: Column
+    layer: Column
+    brought_back: Column
+    after_layer: Column
     after_head: Column
     embedding: Column
-    released: Column
     head: Column
+    head_kept: Column
     head_put_off: Column
+
+    def least_beside_layers(
+        self, num_layers: int, *, grown: float, released: Column, brought_back: Column | float = 0.0
+    ) -> Column:
+        """Return bytes beside states and activations while the layers of a stage run backward.
+
+        The larger of the last layer and of the one before it, by when the last one has let its
+        activations go; never more than what `rank_memory` finds.
+
+        Args:
+            num_layers: Of the stage, at least.
+            grown: Reserved bytes per byte that comes and goes, gathered weights apart.
+            released: What a layer lets go of per micro-batch, at most, `grown` in.
+            brought_back: What recomputation brings back, `grown` in.
+
+        """
+        one = self.whole_ends + self.whole_layer
+        last = one + self.whole_layer * (num_layers > 1) + grown * self.layer + brought_back
+        if num_layers == 1:
+            return last
+        before = one + self.whole_layer * (num_layers >= MANY_LAYERS)
+        before = before + grown * (self.layer + self.after_layer) + brought_back - released
+        return np.maximum(last, before)
 
 
 def transients(
@@ -79,15 +114,13 @@ def transients(
         head: States after the last layer.
 
     """
+    behaviour = BEHAVIOURS[job.target]
     always = _buffers(job, table) + _placeholders(model, job, table) + _messages(model, job, table)
     gradients = np.maximum.reduce([_whole_gradients(job, table, block) for block in states])
-    largest = np.maximum.reduce(
-        [_product(job, block.local_weights * SHARE_OF_LARGEST_MATRIX) for block in states]
-    )
+    largest = np.maximum.reduce([_product(job, _largest_tensor(job, block)) for block in states])
     backward = np.maximum.reduce([layer.transient for layer in activations])
     brought_back = np.maximum.reduce([layer.everything - layer.recomputed for layer in activations])
-    outstanding = gradients if BEHAVIOURS[job.target].collects_gradients else 0.0
-    layers = always + gradients + outstanding + largest + backward
+    after_layer = np.maximum.reduce([_still_reduced(job, table, block) for block in states])
     of_head = _whole_gradients(job, table, head)
     stream = _stream(model, job, table)
     # A tied table's gradient from the head waits for the one from the embedding, and their sum;
@@ -95,35 +128,42 @@ def transients(
     is_tied = model.tied_embeddings & (table.pipeline_parallel == 1)
     of_table = _product(job, embedding.local_weights)
     copies = np.where(is_tied, 3, 1)
-    gathered = _gathered(job, states, embedding, head)
-    ends_stay = BEHAVIOURS[job.target].keeps_ends_gathered
     output = np.where(is_tied, embedding.local_weights, head.local_weights)
+    ends_stay = behaviour.keeps_ends_gathered
+    layer = np.maximum.reduce([block.gathered for block in states])
+    of_output = np.where(is_tied, embedding.gathered, head.gathered)
     return Transients(
-        boundary=stream * BEHAVIOURS[job.target].keeps_stage_outputs,
-        gathered=gathered,
+        boundary=stream * behaviour.keeps_stage_outputs,
+        whole_ends=(embedding.gathered + head.gathered) * ends_stay,
+        whole_layer=layer,
+        whole_embedding=embedding.gathered * (not ends_stay),
+        whole_head=layer + (layer if ends_stay else of_output),
         always=always,
-        layers=layers,
-        recompute=layers + brought_back,
-        after_head=np.maximum(of_head - gradients, 0.0) * (outstanding is gradients),
+        layer=always + gradients + largest + backward,
+        brought_back=brought_back,
+        after_layer=after_layer,
+        after_head=_still_reduced(job, table, head)
+        + np.where(is_tied & behaviour.collects_gradients, of_table, 0.0),
         embedding=always
-        + outstanding
+        + after_layer
         + np.maximum(of_table * copies, of_table + _whole_gradients(job, table, embedding)),
-        released=np.maximum(gathered - embedding.gathered - head.gathered * ends_stay, 0.0),
-        head=always + of_head + _product(job, output),
+        head=always + _product(job, output),
+        head_kept=always + of_head + _product(job, output),
         head_put_off=always + of_head + 2 * _product(job, output),
     )
 
 
-def _gathered(
-    job: TrainingJob, states: Sequence[BlockStates], embedding: BlockStates, head: BlockStates
-) -> Column:
-    """Return the weights that ZeRO-3 holds whole: a few layers, and the ends if they stay."""
-    behaviour = BEHAVIOURS[job.target]
-    layer = np.maximum.reduce([block.gathered for block in states])
-    ahead = behaviour.gathered_layers * layer
-    if behaviour.keeps_ends_gathered:
-        return np.asarray(ahead + embedding.gathered + head.gathered)
-    return np.asarray(np.maximum(ahead, layer + np.maximum(embedding.gathered, head.gathered)))
+def _still_reduced(job: TrainingJob, table: LayoutTable, block: BlockStates) -> Column:
+    """Return a block's gradients that are reduced while the block before runs backward."""
+    is_cut = (table.zero_stage >= ZERO_2) & (job.lora_rank is None)
+    waits = is_cut & BEHAVIOURS[job.target].collects_gradients
+    return np.where(waits, block.reduced_last * bytes_per_weight(job).gradient, 0.0)
+
+
+def _largest_tensor(job: TrainingJob, block: BlockStates) -> Column:
+    """Return the weights of the largest tensor of a layer."""
+    of_experts = block.local_experts * BEHAVIOURS[job.target].largest_expert_share
+    return np.maximum(block.local_weights * SHARE_OF_LARGEST_MATRIX, of_experts)
 
 
 def _whole_gradients(job: TrainingJob, table: LayoutTable, block: BlockStates) -> Column:

@@ -26,13 +26,14 @@ class LayerActivations(NamedTuple):
     expert_inputs: Value
     expert_hidden: Value
     expert_activation: Value
+    expert_answers: Value
     alternate_operations: Value
     exchanged_tokens: Value
     linear_operands: Value
     backward_transient: Value
 
 
-def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, expert_width: Value, ffn_copies: Value, ffn_inputs: Value, ffn_width: Value, hidden: Value, input_bytes: Value, input_shards: Value, key_length: Value, key_value_shards: Value, key_width: Value, latent_width: Value, norm_copy_bytes: Value, num_experts: Value, num_heads: Value, num_input_norms: Value, num_output_norms: Value, output_width: Value, qk_norm_width: Value, query_width: Value, routed_tokens: Value, router_bytes: Value, score_bytes: Value, score_gradient_bytes: Value, sequence_shards: Value, tensor_parallel: Value, tokens: Value, value_width: Value) -> LayerActivations:
+def layer_activations(*, answered_tokens: Value, element_bytes: Value, expert_tensor_parallel: Value, expert_width: Value, ffn_copies: Value, ffn_inputs: Value, ffn_width: Value, hidden: Value, input_bytes: Value, input_shards: Value, key_length: Value, key_value_shards: Value, key_width: Value, latent_width: Value, norm_copy_bytes: Value, num_experts: Value, num_heads: Value, num_input_norms: Value, num_output_norms: Value, output_width: Value, qk_norm_width: Value, query_width: Value, released_width: Value, routed_tokens: Value, router_bytes: Value, score_bytes: Value, score_gradient_bytes: Value, sequence_shards: Value, tensor_parallel: Value, tokens: Value, value_width: Value) -> LayerActivations:
     """Bytes that one layer and micro-batch keep on a rank, by what keeps them."""
     t_0 = 1/sequence_shards
     t_1 = hidden*t_0
@@ -53,11 +54,13 @@ def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, ex
     t_16 = ffn_copies + ffn_inputs
     t_17 = ffn_width*t_8
     t_18 = input_bytes*tokens*t_17
-    t_19 = expert_width/expert_tensor_parallel
-    t_20 = element_bytes*routed_tokens
-    t_21 = 2*hidden
-    t_22 = t_2*t_21
-    t_23 = ffn_inputs*t_17
+    t_19 = 1/expert_tensor_parallel
+    t_20 = expert_width*t_19
+    t_21 = element_bytes*routed_tokens
+    t_22 = element_bytes*hidden
+    t_23 = answered_tokens*t_22
+    t_24 = 2*hidden*t_2
+    t_25 = ffn_inputs*t_17
     return LayerActivations(
         layer_input=t_3,
         norm_inputs=t_3*(t_4 - 1),
@@ -72,10 +75,11 @@ def layer_activations(*, element_bytes: Value, expert_tensor_parallel: Value, ex
         ffn_activation=t_18,
         routing=num_experts*router_bytes*tokens*t_0,
         expert_inputs=routed_tokens*t_5,
-        expert_hidden=t_16*t_19*t_20,
-        expert_activation=input_bytes*routed_tokens*t_19,
+        expert_hidden=t_16*t_20*t_21,
+        expert_activation=input_bytes*routed_tokens*t_20,
+        expert_answers=t_23,
         alternate_operations=4*t_13 + t_15 + t_2*(value_width*t_10 + t_1 + t_17 + t_9),
-        exchanged_tokens=t_20*t_21,
-        linear_operands=t_12 + t_15 + t_18 + t_2*t_23 + t_22 + 2*t_6 + t_7,
-        backward_transient=t_22*(1 - t_0) + 2*t_3 + np.maximum(np.maximum(t_2*np.maximum(t_23, t_11 + t_14), t_20*(ffn_inputs*t_19 + hidden)), key_length*score_gradient_bytes*t_13),
+        exchanged_tokens=2*routed_tokens*t_22,
+        linear_operands=t_12 + t_15 + t_18 + t_2*t_25 + t_24 + 2*t_6 + t_7,
+        backward_transient=t_24*(1 - t_0) + 2*t_3 + np.maximum(np.maximum(t_2*np.maximum(t_25, t_11 + t_14), np.maximum(element_bytes*routed_tokens*(ffn_inputs*t_20 + hidden) - released_width*t_19*t_21 - t_23, 2*t_23)), key_length*score_gradient_bytes*t_13),
     )

@@ -53,7 +53,13 @@ ffn_copies = Quantity("ffn_copies", "1", "further kept widths of an unfused gate
 num_experts = Quantity("num_experts", "1", "routed experts")
 router_bytes = Quantity("router_bytes", "bytes", "kept per token and expert by routing")
 routed_tokens = Quantity("routed_tokens", "1", "token copies that the rank's experts work on")
+answered_tokens = Quantity(
+    "answered_tokens", "1", "experts' answers that a rank keeps until they are weighed backward"
+)
 expert_width = Quantity("expert_width", "1", "width of one expert")
+released_width = Quantity(
+    "released_width", "1", "of an expert's kept widths, gone when its widest gradient comes"
+)
 expert_tensor_parallel = Quantity("expert_tensor_parallel", "1", "ranks that cut one expert")
 
 
@@ -136,6 +142,11 @@ def expert_activation() -> Expr:
     return input_bytes * routed_tokens * expert_width / expert_tensor_parallel
 
 
+def expert_answers() -> Expr:
+    """Return the answers of each token's experts, which the gradients of their weights need."""
+    return element_bytes * answered_tokens * hidden
+
+
 def alternate_operations() -> Expr:
     """Return what torchtitan's per-operation policy keeps of a dense block.
 
@@ -168,7 +179,9 @@ def backward_transient() -> Expr:
     """Return gradients alive at once in the widest block of a layer's backward pass.
 
     The gradient of the widest hidden tensor beside two of the residual stream, and a
-    re-gathered input with its gradient where the sequence is cut.
+    re-gathered input with its gradient where the sequence is cut. Answers of experts that were kept
+    meet their gradient and, before it is summed, that of their weights; they and the output of the
+    activation are gone when the gradient of the activation's input comes.
     """
     stream = element_bytes * tokens * hidden / sequence_shards
     gathered = 2 * element_bytes * tokens * hidden * (1 - 1 / sequence_shards)
@@ -181,6 +194,9 @@ def backward_transient() -> Expr:
     scores = score_gradient_bytes * tokens * key_length * num_heads / tensor_parallel
     width = expert_width / expert_tensor_parallel * ffn_inputs
     experts = element_bytes * routed_tokens * (width + hidden)
+    gone = element_bytes * routed_tokens * released_width / expert_tensor_parallel
+    answers = expert_answers()
+    experts = Maximum(experts - gone - answers, 2 * answers)
     return 2 * stream + gathered + Maximum(Maximum(dense, experts), scores)
 
 
@@ -202,6 +218,7 @@ def formulas() -> tuple[Formula, ...]:
         expert_inputs,
         expert_hidden,
         expert_activation,
+        expert_answers,
         alternate_operations,
         exchanged_tokens,
         linear_operands,

@@ -77,6 +77,7 @@ def scored_problem(
     room = _Room(
         memory=memory,
         layout=layout,
+        limit=limit,
         activations=tuple(activations[replace(kind, window=None)] for kind, _ in memory.layers),
     )
     problem = StageProblem(
@@ -190,6 +191,7 @@ class _Room:
 
     memory: StageMemory
     layout: Layout
+    limit: float
     activations: tuple[LayerBytes, ...]  # of one layer of each kind
 
     def layer(self, rank: int, kind: int) -> int:
@@ -207,12 +209,20 @@ class _Room:
         return ceil(max(0.0, *gains) / KIB)
 
     def base(self, rank: int) -> int:
-        """KiB of a rank without layers."""
+        """KiB of a rank without layers.
+
+        Stages of one or two layers meet less while they run backward than longer ones. Where two
+        fit with what those meet, that excludes nothing.
+        """
+        many = self._base(rank, self.memory.transient_of_many)
+        two_layers = 2 * max(self.layer(rank, kind) + 1 for kind in range(len(self.activations)))
+        if many + two_layers < self.limit // KIB:
+            return many
+        return self._base(rank, self.memory.transient)
+
+    def _base(self, rank: int, moving: float) -> int:
         memory, moment = self.memory, self._moment(rank)
         in_flight = moment.in_flight
-        moving = memory.transient
-        if self.layout.recompute is Recompute.FULL:
-            moving = min(moving, memory.recompute_transient)
         held = memory.fixed
         if rank == 0:
             held += memory.embedding.states
