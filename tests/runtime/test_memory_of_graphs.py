@@ -6,7 +6,7 @@ import lowering_models as small
 import pytest
 
 from costmodels.hardware import make_cluster
-from costmodels.job import Optimizer, TrainingJob
+from costmodels.job import Optimizer, Switches, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.memory import estimate_memory
 from costmodels.profile_toml import read_profile
@@ -16,6 +16,17 @@ from runtime.dry_run import dry_run
 LLAMA = replace(read_model("llama-3.1-8b"), num_layers=4)
 SMALL = replace(read_model("llama-3.2-1b"), num_layers=4)  # tied embeddings
 TINY = read_model("20m")  # many layers would share one bucket
+_MIXTRAL = read_model("mixtral-8x7b")
+EXPERTS = replace(
+    _MIXTRAL,
+    num_layers=4,
+    hidden_size=1024,
+    num_attention_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_hidden_size=3584,
+    moe=replace(_MIXTRAL.moe, ffn_hidden_size=3584),
+)
 LATENT = replace(read_model("deepseek-v2-lite"), num_layers=2)  # the second with experts
 
 ONE_STAGE = {"layers_per_stage": (4,)}
@@ -113,10 +124,60 @@ CASES |= {
 }
 
 
+SHARDED_PIPELINE = {
+    "data_parallel": 4,
+    "zero_group": 4,
+    "zero_stage": 3,
+    "pipeline_parallel": 2,
+    "num_micro_batches": 4,
+}
+TWO_STAGES = {**SHARDED_PIPELINE, "layers_per_stage": (2, 2)}
+CASES |= {
+    # What is whole beside a layer depends on its neighbours: stages of one, two and three layers.
+    "weights cut, two layers a stage": (LLAMA, {**TWO_STAGES, "recompute": Recompute.FULL}, {}),
+    "weights cut, nothing recomputed": (
+        LLAMA,
+        {**SHARDED_PIPELINE, "layers_per_stage": (1, 3)},
+        {},
+    ),
+    "weights cut, tensor parallel": (
+        LLAMA,
+        {**TWO_STAGES, "tensor_parallel": 2, "sequence_parallel": True},
+        {},
+    ),
+    "weights cut, interleaved": (
+        LLAMA,
+        {
+            **SHARDED_PIPELINE,
+            "stages_per_rank": 2,
+            "schedule": Schedule.INTERLEAVED,
+            "recompute": Recompute.FULL,
+            "layers_per_stage": (1, 1, 1, 1),
+        },
+        {},
+    ),
+    "weights cut, tied, one micro-batch": (
+        SMALL,
+        {**SHARDED_PIPELINE, "num_micro_batches": 1, "layers_per_stage": (1, 3)},
+        {},
+    ),
+    # Each layer keeps what its experts answered, for the gradients of their weights.
+    "experts, nothing recomputed": (
+        EXPERTS,
+        {"pipeline_parallel": 2, "num_micro_batches": 4, "layers_per_stage": (2, 2)},
+        {},
+    ),
+    "experts, weights cut": (EXPERTS, {**TWO_STAGES, "recompute": Recompute.FULL}, {}),
+    "experts spread, weights cut": (EXPERTS, {**TWO_STAGES, "expert_parallel": 2}, {}),
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_live_peak_of_every_pipeline_rank_is_within_five_percent(case):
     model, axes, options = CASES[case]
     layout = Layout(**axes)
+    # A dry run gives all experts equal shares.
+    options = {"switches": Switches(balanced_routing=True), **options}
     job = TrainingJob(seq_len=1024, global_batch_size=layout.global_batch_size, **options)
     cluster = make_cluster(read_profile("h100-sxm-80gb"), layout.num_gpus, 4)
     memory = estimate_memory(model, job, cluster, layout)
