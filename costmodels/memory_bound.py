@@ -171,7 +171,8 @@ def _bound_of(
     fewest, total = held_micro_batches(table, rows, ranks)
     kept, states = costs.kept[rows], costs.states[rows]
     mean_states, mean_kept = states @ counts / counts.sum(), kept @ counts / counts.sum()
-    weights = 1 / (mean_states[:, None] + fewest * mean_kept[:, None])
+    # Any weights do; a layer may have no bytes where all its states are on the host.
+    weights = 1 / np.maximum(mean_states[:, None] + fewest * mean_kept[:, None], 1.0)
     weights /= weights.sum(axis=1, keepdims=True)
     by_rank = weights[:, :, None] * (states[:, None, :] + fewest[:, :, None] * kept[:, None, :])
     layers = by_rank.min(axis=1) @ counts

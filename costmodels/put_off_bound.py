@@ -203,7 +203,7 @@ def _weighted_mean(of_layer: Column, besides: Column, counts: IntColumn) -> tupl
         counts: Layers of each kind.
 
     """
-    weights = 1 / (of_layer @ counts)
+    weights = 1 / np.maximum(of_layer @ counts, 1.0)  # any weights do; on the host a layer has none
     weights /= weights.sum(axis=1, keepdims=True)
     layers = (weights[:, :, None] * of_layer).min(axis=1) @ counts
     mean: Column = layers + (weights * besides).sum(axis=1)
