@@ -109,6 +109,16 @@ def growth(job: TrainingJob, cluster: Cluster, limit: float = inf) -> float:
     return 1 + fragmentation_fraction(job, cluster) + decisive_fraction(job, cluster, limit)
 
 
+def growth_with_room(job: TrainingJob, cluster: Cluster) -> float:
+    """Return what `growth` is on a card with room for all that the allocator would cache.
+
+    A rank's fullest moment is the one that reserves most then, whatever room there is: only so
+    does a bound of any moment at `growth` hold for what the fullest one reserves.
+    """
+    cached = 0.0 if _expands(job) else cluster.profile.calibration["cached_fraction"]
+    return 1 + fragmentation_fraction(job, cluster) + cached
+
+
 def decisive_fraction(job: TrainingJob, cluster: Cluster, limit: float) -> float:
     """Return the cached fraction where it decides what stays within a limit, 0 where it may not.
 

@@ -22,6 +22,7 @@ from costmodels.framework_memory import (
     context_bytes,
     fragmentation_fraction,
     growth,
+    growth_with_room,
 )
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
@@ -133,7 +134,7 @@ def _parts_of_ranks(
     """Return the parts of some pipeline ranks, each at its fullest moment."""
     moments = rank_moments(layout)
     communication = float(blocks.communication[0])
-    grown = 1 + fragmentation_fraction(job, cluster)
+    grown = growth_with_room(job, cluster)
     fullest = (
         fullest_moment(model, job, layout, blocks, rank=rank, moments=moments[rank], grown=grown)
         for rank in ranks
