@@ -128,10 +128,14 @@ class RowReader:
         """
         least = 1 if self._gradients_come_and_go else _LEAST_SHOWN
         choices: dict[Situation, list[frozenset[int]]] = {}
-        for seen in self._look_at(row):
+        looked = self._look_at(row)
+        for seen in looked:
             if seen.situation not in known:
                 choices.setdefault(seen.situation, []).append(seen.micro_batches)
         kept: set[int] = set()
+        if choices:  # without the first and the last ones, known or not, others would be these
+            ends = (seen for seen in looked if seen.situation.is_first or seen.situation.is_last)
+            kept.update(*(seen.micro_batches for seen in ends))
         # Those that few moments show first: they leave no choice.
         for situation, moments in sorted(choices.items(), key=lambda choice: len(choice[1])):
             wanted = min(len(moments), least if situation.kind in COMPUTE_KINDS else 1)

@@ -143,6 +143,37 @@ def test_short_rows_show_every_situation_of_whole_ones(schedule, stages_per_rank
             assert short == tuple(action for action in row if action.micro_batch in kept)
 
 
+@pytest.mark.parametrize("num_micro_batches", [4, 9])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
+def test_what_another_rank_has_shown_leaves_rows_that_show_the_rest(
+    schedule, stages_per_rank, num_micro_batches
+):
+    """Without the known first and last micro-batches, those between would be first and last."""
+    plan = layout(
+        schedule,
+        stages_per_rank=stages_per_rank,
+        num_micro_batches=num_micro_batches,
+        zero_stage=3,
+        zero_group=1,
+    )
+    if shape_refusals(
+        PipelineShape(
+            schedule=schedule,
+            pipeline_parallel=4,
+            stages_per_rank=stages_per_rank,
+            num_micro_batches=num_micro_batches,
+        )
+    ):
+        pytest.skip("the schedule needs more micro-batches")
+    table = rows_of(plan)
+    for other in range(4):
+        known = set(RowReader(plan, other).situations(table.actions(other)))
+        for place in range(4):
+            reader, whole = RowReader(plan, place), table.actions(place)
+            shown = known | set(reader.situations(reader.short_row(whole, known)))
+            assert shown >= set(reader.situations(whole)), (other, place)
+
+
 def test_hundreds_of_micro_batches_follow_from_a_few():
     plan = layout(Schedule.ZERO_BUBBLE, ranks=32, num_micro_batches=480)
     table = rows_of(plan)
