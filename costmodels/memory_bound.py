@@ -29,6 +29,8 @@ from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct, is_one_of
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
 from costmodels.stage_sizes import SmallestStages, smallest_stages
+from costmodels.states import BlockStates, copies_at_step
+from costmodels.targets import BEHAVIOURS
 from costmodels.transients import MANY_LAYERS
 
 Column = NDArray[np.float64]
@@ -51,6 +53,8 @@ class BlockBytes:
         head_moment: While loss or head run, all beside layers and states.
         layer_moment: While a layer runs backward, all beside layers and states; one entry per
             layers of its stage: one, two, or more.
+        at_step: Of a layer at the optimizer step, one column per kind.
+        ends_at_step: Of embedding and head then, and of what every rank holds.
 
     """
 
@@ -63,6 +67,8 @@ class BlockBytes:
     boundary: Column
     head_moment: Column
     layer_moment: tuple[Column, ...]
+    at_step: Column
+    ends_at_step: Column
 
 
 def memory_lower_bound(
@@ -142,7 +148,17 @@ def block_bytes(
         )
         for count in range(1, MANY_LAYERS + 1)
     )
+    copies = copies_at_step(job)
+
+    def at_step(block: BlockStates) -> Column:
+        return block.total + grown * (copies * block.optimizer + block.late_gradients)
+
+    buckets = grown * BEHAVIOURS[job.target].bucket_bytes
     return BlockBytes(
+        at_step=np.stack([at_step(states) for states in blocks.layer_states], axis=1),
+        ends_at_step=np.stack(
+            [at_step(blocks.embedding), at_step(blocks.head), outside + buckets], axis=1
+        ),
         states=np.stack([states.total for states in blocks.layer_states], axis=1),
         kept=np.stack(kept, axis=1),
         embedding=blocks.embedding.total,
@@ -209,8 +225,22 @@ def _bound_of(
     alone = ends + kept_by_head + costs.head_moment[rows] + one_layer
     # Each rank alone, with the smallest stages that the caller considers.
     smallest = chunks * few.least(states, main) + chunks * fewest * lightest
-    bound: Column = np.maximum.reduce([mean, alone, (besides + smallest).max(axis=1)])
+    step = _at_step(costs, counts, rows, pipeline)
+    bound: Column = np.maximum.reduce([mean, alone, step, (besides + smallest).max(axis=1)])
     return bound
+
+
+def _at_step(
+    costs: BlockBytes, counts: NDArray[np.int64], rows: NDArray[np.int64], pipeline: int
+) -> Column:
+    """Return what some rank holds at the optimizer step: the mean, or its share of main layers.
+
+    No rank that holds the most layers of a kind holds less than the mean number, rounded up.
+    """
+    layers, (embedding, head, everywhere) = costs.at_step[rows], costs.ends_at_step[rows].T
+    mean = (layers @ counts + embedding + head) / pipeline
+    longest: Column = (np.ceil(counts / pipeline) * layers).max(axis=1)
+    return np.asarray(everywhere + np.maximum(mean, longest))
 
 
 def held_micro_batches(

@@ -21,16 +21,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from costmodels.block_memory import BlockMemory
-from costmodels.job import Optimizer, TrainingJob
+from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
 from costmodels.moments import Moment, covered_by_the_one_before
 from costmodels.rank_blocks import Kept, blocks_of_rank, kept_by_stage, layers_by_kind
-from costmodels.states import BlockStates, bytes_per_weight
+from costmodels.states import BlockStates, copies_at_step
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryParts
-
-FP32_BYTES = 4
 
 
 def telling_ranks(model: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -240,13 +238,6 @@ def _states_of_rank(held: list[tuple[BlockStates, int]]) -> MemoryParts:
 
 
 def _step_bytes(job: TrainingJob, held: list[tuple[BlockStates, int]]) -> float:
-    """Return buckets, and the copies of 16-bit gradients that optimizers make of their shard."""
-    per_weight, behaviour = bytes_per_weight(job), BEHAVIOURS[job.target]
-    copies = behaviour.step_bytes if per_weight.gradient < FP32_BYTES else 0
-    master = per_weight.working if job.optimizer is Optimizer.ADAMW_BF16 else FP32_BYTES
-    if behaviour.casts_to_master and master != per_weight.gradient:
-        copies = master
-    if not per_weight.optimizer:
-        return behaviour.bucket_bytes
+    """Return what an optimizer step takes beside states: buckets and copies."""
     states = sum(count * float(block.optimizer[0]) for block, count in held)
-    return states / per_weight.optimizer * copies + behaviour.bucket_bytes
+    return states * copies_at_step(job) + BEHAVIOURS[job.target].bucket_bytes

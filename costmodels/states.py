@@ -28,6 +28,7 @@ Column = NDArray[np.float64]
 LOW_PRECISIONS = (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
 ZERO_2, ZERO_3 = 2, 3
 
+FP32_BYTES = 4
 # Bytes per weight of optimizer states, beside a 16-bit weight and beside an fp32 one (which is
 # its own master). Contract: fp32 master weights and two fp32 moments; no master and two bf16
 # moments; fp32 master and two 8-bit moments; nothing.
@@ -109,6 +110,19 @@ def bytes_per_weight(job: TrainingJob) -> BytesPerWeight:
         gradient=4 if is_fp32 else _gradient_bytes(job, behaviour),
         optimizer=optimizer,
     )
+
+
+def copies_at_step(job: TrainingJob) -> float:
+    """Return bytes that an optimizer step copies per byte of optimizer states, buckets apart.
+
+    Of 16-bit gradients optimizers make copies of their shard, or cast it to the master's format.
+    """
+    per_weight, behaviour = bytes_per_weight(job), BEHAVIOURS[job.target]
+    copies = behaviour.step_bytes if per_weight.gradient < FP32_BYTES else 0
+    master = per_weight.working if job.optimizer is Optimizer.ADAMW_BF16 else FP32_BYTES
+    if behaviour.casts_to_master and master != per_weight.gradient:
+        copies = master
+    return copies / per_weight.optimizer if per_weight.optimizer else 0.0
 
 
 def least_state_bytes(model: ModelSpec, job: TrainingJob) -> float:
