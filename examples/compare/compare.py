@@ -33,9 +33,9 @@ from costmodels.job import Precision, TrainingJob  # noqa: E402
 from costmodels.profile_toml import read_profile  # noqa: E402
 from costmodels.profile_writer import profile_to_toml  # noqa: E402
 from planner.files import write_text  # noqa: E402
-from planner.plots import sweep as rows  # noqa: E402
+from planner.measured import sweeps as rows  # noqa: E402
+from planner.measured.runs import MeasuredRun  # noqa: E402
 from planner.plots.accuracy import runs_figure  # noqa: E402
-from planner.plots.measured import MeasuredRun  # noqa: E402
 from planner.plots.style import write_figure  # noqa: E402
 from planner.presets import read_model  # noqa: E402
 from runtime.measure.profile import measure_profile  # noqa: E402

@@ -70,8 +70,8 @@ def _figures(inputs: Sequence[Path], kind: str | None) -> dict[str, "Figure"]:
     """Return the figures by the part of their file's name that tells them apart."""
     if all(path.is_dir() for path in inputs):
         _refuse_other_kinds(kind, ("measured",), "run folders")
+        from planner.measured.runs import read_run
         from planner.plots.accuracy import runs_figure
-        from planner.plots.measured import read_run
 
         return {"": runs_figure([read_run(path) for path in inputs])}
     if any(path.is_dir() for path in inputs):
@@ -83,9 +83,9 @@ def _figures(inputs: Sequence[Path], kind: str | None) -> dict[str, "Figure"]:
 
 
 def _table_figures(inputs: Sequence[Path]) -> dict[str, "Figure"]:
+    from planner.measured.runs import rows_by_generation
     from planner.measured.validate import PREDICTED, predict_all, read_rows
     from planner.plots.accuracy import table_figure
-    from planner.plots.measured import rows_by_generation
 
     if len(inputs) > 1:
         raise ValueError(f"one table at a time, not {len(inputs)}")
@@ -102,8 +102,8 @@ def _table_figures(inputs: Sequence[Path]) -> dict[str, "Figure"]:
 
 def _plan_figure(inputs: Sequence[Path], kind: str | None) -> "Figure":
     from planner.files import read_json
+    from planner.measured.sweeps import is_sweep, read_sweep, runs_of
     from planner.plan import read_plan
-    from planner.plots.sweep import is_sweep, read_sweep, runs_of
 
     documents = [read_json(path) for path in inputs]
     if any(is_sweep(document) for document in documents):

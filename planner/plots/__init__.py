@@ -6,7 +6,6 @@ Only this package imports matplotlib, and never its `pyplot`: functions take rec
     style       colours, formats, writing
     breakdown   step time by term, memory by pipeline rank
     timeline    the pipeline's schedule in seconds
-    measured    what run folders and tables of measured runs hold
     accuracy    predicted against measured
     scaling     tokens/s/GPU against GPUs
     overview    one plan on one page

@@ -6,8 +6,8 @@ from statistics import mean, median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from planner.measured.runs import MeasuredRow, MeasuredRun, kendall_tau
 from planner.plots.breakdown import format_seconds
-from planner.plots.measured import MeasuredRow, MeasuredRun, kendall_tau
 from planner.plots.style import MEASURED, PREDICTED, headline, new_figure, quiet_rows, styled
 
 # Chosen: a band holds its name, grows with its runs, and one sweep does not fill the page.

@@ -11,9 +11,9 @@ from costmodels.layout import Layout, Schedule
 from costmodels.schedule import StageDurations, build_schedule, simulate, timeline
 from costmodels.terms import MemoryEstimate, MemoryParts, Term
 from costmodels.units import GIB
+from planner.measured.runs import MeasuredRow, MeasuredRun
 from planner.plots.accuracy import runs_figure, table_figure
 from planner.plots.breakdown import format_seconds, memory_figure, time_figure
-from planner.plots.measured import MeasuredRow, MeasuredRun
 from planner.plots.scaling import ScalingPoint, points_of, scaling_figure
 from planner.plots.style import PARTS, TERMS, is_dark, look_of, render, write_figure
 from planner.plots.timeline import KINDS, PipelineView, timeline_figure

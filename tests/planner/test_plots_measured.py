@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from planner.plots import measured as reading
-from planner.plots.measured import (
+from planner.measured import runs as reading
+from planner.measured.runs import (
     MEASURED_FILE,
     PLAN_FILE,
     generation_of,

@@ -11,8 +11,15 @@ from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
 from costmodels.profile_toml import read_profile
 from planner.cli import main
-from planner.plots.measured import MeasuredRun
-from planner.plots.sweep import Sweep, SweptLayout, clear_order, read_sweep, runs_of, write_sweep
+from planner.measured.runs import MeasuredRun
+from planner.measured.sweeps import (
+    Sweep,
+    SweptLayout,
+    clear_order,
+    read_sweep,
+    runs_of,
+    write_sweep,
+)
 from planner.presets import read_model
 
 MODEL = read_model("tiny")

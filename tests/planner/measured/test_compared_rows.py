@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.plots.sweep import read_sweep, runs_of
+from planner.measured.sweeps import read_sweep, runs_of
 
 FOLDER = Path(__file__).parents[3] / "examples" / "compare"
 SWEEPS = sorted((FOLDER / "measured").glob("ranks-*.json"))

@@ -21,7 +21,7 @@ from costmodels.model import ModelSpec
 from costmodels.profile_toml import generation_constants
 from planner.codec import DecodeError, decode, encode
 from planner.files import read_json, write_text
-from planner.plots.measured import MeasuredRun
+from planner.measured.runs import MeasuredRun
 from planner.report import layout_words
 
 SCHEMA, KIND = 1, "sweep"
