@@ -3,7 +3,8 @@
 Weights of a stage share a bucket where they are treated alike: cut over the tensor axis, copied
 along it with gradients that are summed (or not), tied to another stage, or routed experts. A bucket
 is padded so that the ranks of its ZeRO group own equal pieces: groups of 3, 5, 6 or 7 move a few
-weights more than the model has. Mirrors `runtime/packing.py`; verify holds one against the other.
+weights more than the model has. Mirrors `runtime/states/packing.py`; verify holds one against the
+other.
 """
 
 from collections import Counter

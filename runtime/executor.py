@@ -23,14 +23,14 @@ from torch.fx import GraphModule
 
 from costmodels.layout import Offload
 from costmodels.schedule.action import Action, ActionKind
-from runtime import collectives
-from runtime.host_memory import activations_on_host
-from runtime.mesh import Mesh
-from runtime.pending import Done, Pending
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh
+from runtime.communication.pending import Done, Pending
 from runtime.program import IGNORED_LABEL, TOKEN_WEIGHT, Batch, Program
 from runtime.split_backward import Half, Key, WeightGradients, split_linears
-from runtime.tracing import ActionWatch
-from runtime.zero import ShardedStates
+from runtime.states.host_memory import activations_on_host
+from runtime.states.zero import ShardedStates
+from runtime.tracing.events import ActionWatch
 
 BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)  # those that complete weights
 # Sends under way, whose tensors stay: gloo does not say that one is done. Chosen: one each way.

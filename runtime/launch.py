@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from runtime.mesh import World, join
+from runtime.communication.mesh import World, join
 
 GRACE = 2.0  # s between the first failure and the end of the others. Chosen: sockets close at once
 LAST_WORDS = 0.2  # s for a hanging rank to print its stack. Chosen

@@ -17,13 +17,13 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from costmodels.schedule import Action, ScheduleTable, build_schedule, with_communication
-from runtime.capture import capture
-from runtime.mesh import Mesh
+from runtime.capture.export import capture
+from runtime.capture.repeated_layers import capture_model
+from runtime.communication.mesh import Mesh
 from runtime.passes import PIPELINE, LoweringContext, run_passes
 from runtime.passes.placements import Sharded
 from runtime.passes.split_layers import SHARED
 from runtime.program import Boundary, ParameterShard, Program, StageModule, UnitSpec
-from runtime.repeated_layers import capture_model
 
 # What parameters are computed in; fp8 and narrower keep 16-bit parameters.
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from costmodels.layout import Layout
 from costmodels.schedule.action import Action
-from runtime.mesh import Mesh
+from runtime.communication.mesh import Mesh
 
 Batch: TypeAlias = Mapping[str, Tensor]
 

@@ -23,14 +23,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from planner.plan import Plan, read_plan
-from runtime.capacity import check_capacity
-from runtime.expert_bias import check_bias_updates
-from runtime.mesh import World, join
-from runtime.modules import check_reference
-from runtime.optimizer import NotFiniteError, precisions
-from runtime.options import TrainingOptions, parse_options
-from runtime.survival import Heartbeat, StoppedError, TrainingBrokeError, failure_message
-from runtime.trainer import Trainer, open_source
+from runtime.any_module.modules import check_reference
+from runtime.communication.mesh import World, join
+from runtime.states.optimizer import NotFiniteError, precisions
+from runtime.training.dropped_shares import check_capacity
+from runtime.training.expert_bias import check_bias_updates
+from runtime.training.options import TrainingOptions, parse_options
+from runtime.training.survival import Heartbeat, StoppedError, TrainingBrokeError, failure_message
+from runtime.training.trainer import Trainer, open_source
 from runtime.weights.pretrained import check_config
 
 WRONG_INPUT, BROKEN, STOPPED = 2, 1, 128 + signal.SIGTERM

@@ -16,11 +16,11 @@ from costmodels.memory import estimate_memory
 from costmodels.schedule import Action, ActionKind, ScheduleTable
 from costmodels.units import GIB
 from planner.plan import Plan
-from runtime.dry_run import DryRuns, RankRun
+from runtime.any_module.modules import lowered_plan, module_of_plan
+from runtime.dry_run.rank_roles import rank_roles
+from runtime.dry_run.run import DryRuns, RankRun
+from runtime.dry_run.trackers import Message
 from runtime.lower import rows_of
-from runtime.modules import lowered_plan, module_of_plan
-from runtime.rank_roles import rank_roles
-from runtime.trackers import Message
 
 PEAK_TOLERANCE = 0.05  # the contract's
 _REPORTED_AS = {"tp": "tp", "cp": "cp", "pp": "pp", "ends": "pp", "ep": "ep", "etp": "ep"}
@@ -222,7 +222,8 @@ def crossed_messages(table: ScheduleTable) -> Iterable[str]:
     """Compare the order in which ranks of a pipeline exchange, both directions together.
 
     NCCL runs the messages of a pair of ranks in the order in which each end began them. The whole
-    rows are compared, as ranks are run with different micro-batches of theirs (`short_rows.py`).
+    rows are compared, as ranks are run with different micro-batches of theirs
+    (`dry_run/short_rows.py`).
     """
     ranks = table.shape.rank_of_stage
     order: dict[tuple[int, int], list[Action]] = defaultdict(list)

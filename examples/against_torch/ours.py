@@ -6,12 +6,12 @@ from torch.fx import GraphModule
 
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
+from runtime.communication.mesh import World
 from runtime.executor import Executor
-from runtime.first_values import Initialiser
 from runtime.lower import program_of
-from runtime.mesh import World
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.zero import ShardedStates
+from runtime.states.first_values import Initialiser
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.states.zero import ShardedStates
 
 SETTINGS = OptimizerSettings(
     learning_rate=RATE, betas=BETAS, epsilon=EPSILON, weight_decay=DECAY, max_norm=MAX_NORM

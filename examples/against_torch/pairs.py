@@ -19,13 +19,13 @@ from ours import Ours
 from torch import Tensor
 
 from costmodels.job import Precision, TrainingJob
-from runtime.initialise import NormalValues, normal_initialiser
+from runtime.communication.mesh import World
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph
-from runtime.mesh import World
 from runtime.models import build_model
 from runtime.models.llama import Llama
 from runtime.program import ParameterShard
+from runtime.states.initialise import NormalValues, normal_initialiser
 
 TIMEOUT = 1800.0  # s, for one case
 WARM_UP = 2  # steps that connect, allocate and create the optimizer's states

@@ -19,17 +19,17 @@ from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from runtime import collectives
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh, World
 from runtime.context import context_share
 from runtime.executor import Executor
-from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph, program_of
-from runtime.mesh import Mesh, World
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.rests import rests_of
-from runtime.sleeping import SleepingUpdate, put_to_sleep
-from runtime.zero import ShardedStates
+from runtime.measure.sleep_seconds import rests_of
+from runtime.measure.sleeping import SleepingUpdate, put_to_sleep
+from runtime.states.initialise import normal_initialiser
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.states.zero import ShardedStates
 
 TIMEOUT = 1800.0  # s for a whole sweep
 ROUNDS_SECONDS = 400.0  # a busy machine gets fewer rounds

@@ -39,7 +39,8 @@ def traced_model(text: str, verb: str) -> "ModelSpec":
         ValueError: There is no such function, or the planner cannot spread what it builds.
 
     """
-    built = runtime_module("runtime.modules", f"{verb} --model {text}").build_module(text)
+    modules = runtime_module("runtime.any_module.modules", f"{verb} --model {text}")
+    built = modules.build_module(text)
     description = built.describe()
     for line in (*description.lines(), *(f"warning: {text}" for text in built.warnings)):
         print(line, file=sys.stderr)

@@ -5,4 +5,6 @@ kernels     products, attention, passes over memory, empty kernels
 transfers   collectives and messages by size and group; what overlap costs
 fitting     samples to the constants of the cost model's own formulas
 profile     `measure_profile`: fork the ranks, measure, fit, one HardwareProfile
+
+sleeping    programs whose computation is replaced by sleeps, for more ranks than cores
 """

@@ -20,7 +20,8 @@ from costmodels.layout import Layout
 from costmodels.profile_schema import MACHINE_KEYS, Entry
 from costmodels.profile_toml import profile_entries, profile_from_entries
 from costmodels.units import GIB
-from runtime.cores import available_cores
+from runtime.communication.cores import available_cores
+from runtime.communication.mesh import World
 from runtime.launch import run_ranks
 from runtime.measure.fitting import (
     Found,
@@ -36,7 +37,6 @@ from runtime.measure.samples import Sample, from_json, to_json, typical_of
 from runtime.measure.steps import program_samples, traced_decoders
 from runtime.measure.stopwatch import Stopwatch
 from runtime.measure.transfers import overlap_samples, transfer_samples
-from runtime.mesh import World
 
 TIMEOUT = 600.0  # s for all of it; four ranks on two cores take about one minute
 NUM_ROUNDS = 3  # far enough apart that one disturbance does not spoil the same sample twice

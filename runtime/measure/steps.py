@@ -22,15 +22,15 @@ from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from planner.presets import read_model
+from runtime.communication.mesh import World
 from runtime.executor import Executor
-from runtime.initialise import normal_initialiser
 from runtime.lower import lower_graph, program_of
 from runtime.measure.samples import Sample, sample
 from runtime.measure.stopwatch import Stopwatch
-from runtime.mesh import World
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
 from runtime.program import Batch  # noqa: TC001  (imports look alike everywhere)
-from runtime.zero import ShardedStates
+from runtime.states.initialise import normal_initialiser
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.states.zero import ShardedStates
 
 # Micro-batches of each of the numbers, in one step.
 STEPS = (1, 2, 8)

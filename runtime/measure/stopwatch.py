@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime import collectives
-from runtime.mesh import Group
+from runtime.communication import collectives
+from runtime.communication.mesh import Group
 
 MAX_GROWTH = 16.0  # of the number of calls from one trial to the next: a first call may be cold
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from costmodels.layout import Layout
 from costmodels.units import KIB, MIB
-from runtime import collectives
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh, World
+from runtime.communication.pending import Pending
 from runtime.measure.samples import Sample, sample
 from runtime.measure.stopwatch import Stopwatch
-from runtime.mesh import Mesh, World
-from runtime.pending import Pending
 
 # Bytes of the full tensor. Small ones show the latency, large ones the bandwidth.
 SIZES = {

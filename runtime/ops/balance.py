@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from runtime import collectives
-from runtime.mesh import Mesh
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh
 
 
 def balanced(

@@ -23,9 +23,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from runtime import collectives
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh
 from runtime.context import context_positions
-from runtime.mesh import Mesh
 
 
 def kept_choices(experts: Tensor, num_experts: int, factor: float, mesh: Mesh) -> Tensor:

@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own idiom)
 from torch import Tensor, library
 
-from runtime import collectives
-from runtime.mesh import Mesh
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh
 from runtime.ops.balance import balanced
 from runtime.ops.capacity import kept_choices
 from runtime.ops.grouped import grouped_linear
@@ -63,7 +63,7 @@ def dispatched_experts(
             loss.
         token_weight: What the step's loss multiplies each token's by.
         load: [E], to which the choices of this rank's tokens are added where anybody wants to know
-            (`expert_bias.py`); recomputation adds them again.
+            (`training/expert_bias.py`); recomputation adds them again.
         rule: The fields of `Routing`, in order.
         capacity: What an expert takes of a sequence over the mean; 0 takes all.
         dropped: [2], to which choices that were dropped, and all, are added where there is a

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from runtime import collectives
-from runtime.mesh import Group, Mesh
+from runtime.communication import collectives
+from runtime.communication.mesh import Group, Mesh
 from runtime.ops.partial_attention import Merged, Part, attend, differentiate
 
 _AXIS = "cp"

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from runtime.mesh import Group, Mesh
+from runtime.communication.mesh import Group, Mesh
+from runtime.communication.ring import start_shift
 from runtime.ops.partial_attention import Merged, Part, attend, differentiate
-from runtime.ring import start_shift
 
 _AXIS = "cp"
 _KEYS_VALUES, _GRADIENTS = 0, 1  # tags of what is under way at once

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from runtime import collectives
-from runtime.mesh import Mesh
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

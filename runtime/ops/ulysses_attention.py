@@ -13,8 +13,8 @@ Source: Jacobs et al., "DeepSpeed-Ulysses", arXiv:2309.14509, section 3.
 
 from torch import Tensor
 
-from runtime import collectives
-from runtime.mesh import Mesh
+from runtime.communication import collectives
+from runtime.communication.mesh import Mesh
 
 _AXIS = "cp"
 

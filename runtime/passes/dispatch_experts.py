@@ -5,8 +5,9 @@
     after     y = dispatched_experts(x, router, correction, gate_up, down, mesh, ..., load, ...)
                   gate_up [E / ep, 2 F / etp, H], down [E / ep, H, F / etp]
 
-The axes fold over data, context and tensor of a stage (`grid.py`); what tokens a rank routes was
-settled by `shard_tensors`. Experts are no copies on the tensor axis, so nothing is summed over it.
+The axes fold over data, context and tensor of a stage (`communication/grid.py`); what tokens a rank
+routes was settled by `shard_tensors`. Experts are no copies on the tensor axis, so nothing is
+summed over it.
 """
 
 from dataclasses import replace

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from runtime import vocab_parallel
+from runtime.ops import vocab_parallel
 from runtime.passes.basic_rules import done_whole, whole
 from runtime.passes.placements import Partial, Placement, Replicated, Sharded
 from runtime.passes.sharder import AXIS, SEQUENCE_DIM, Sharder

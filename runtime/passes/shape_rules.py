@@ -16,8 +16,8 @@ from runtime.passes.placements import (
     moved_by_transpose,
     reshaped_dim,
 )
+from runtime.passes.roles import HEADS_DIM, repeats_for_heads
 from runtime.passes.sharder import Sharder
-from runtime.roles import HEADS_DIM, repeats_for_heads
 
 _aten = torch.ops.aten
 

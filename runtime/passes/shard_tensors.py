@@ -21,8 +21,8 @@ from torch.fx import GraphModule
 
 from runtime.passes.pipeline import LoweringContext, all_nodes
 from runtime.passes.placement_rules import place
+from runtime.passes.roles import infer_roles
 from runtime.passes.sharder import Sharder
-from runtime.roles import infer_roles
 
 
 def shard_tensors(graph: GraphModule, context: LoweringContext) -> GraphModule:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
-from runtime import collectives
+from runtime.communication import collectives
 from runtime.passes.pipeline import LoweringContext
 from runtime.passes.placements import Partial, Placement, Replicated, Sharded
+from runtime.passes.roles import Part, Role
 from runtime.program import ParameterShard
-from runtime.roles import Part, Role
 
 AXIS = "tp"
 SEQUENCE_DIM = 1

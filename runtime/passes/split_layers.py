@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from runtime.blocks import container_of, layer_of
+from runtime.capture.blocks import container_of, layer_of
 from runtime.passes.pipeline import LoweringContext
 
 SHARED = "shared"

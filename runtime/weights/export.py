@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from costmodels.model import ModelSpec
 from planner.files import write_text
-from runtime.checkpoint_files import Manifest, ManifestReader, read_manifest
-from runtime.checkpoints import FAULTS, reason_of, record_of
-from runtime.sharded_state import BUFFER, MODEL
+from runtime.checkpoints.files import Manifest, ManifestReader, read_manifest
+from runtime.checkpoints.saving import FAULTS, reason_of, record_of
+from runtime.checkpoints.sharded_state import BUFFER, MODEL
 from runtime.weights.config import hf_config
 from runtime.weights.files import FILE_BYTES, TensorEntry, write_tensors
 from runtime.weights.names import Tile, tiles

@@ -1,8 +1,8 @@
 """First weights of a run from a Hugging Face folder, without a whole copy on any rank.
 
-Each rank reads the blocks of the tensors that its pieces of the states hold (`boxes.py`), straight
-into them. Before anything is read, config and names are compared with the plan's model: weights
-that do not fit, are missing or would be left over are refused.
+Each rank reads the blocks of the tensors that its pieces of the states hold
+(`checkpoints/boxes.py`), straight into them. Before anything is read, config and names are compared
+with the plan's model: weights that do not fit, are missing or would be left over are refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 from costmodels.hf_config import spec_from_hf_config
 from costmodels.model import ModelSpec
 from planner.files import read_json
-from runtime.boxes import piece_boxes
-from runtime.mesh import Mesh
+from runtime.checkpoints.boxes import piece_boxes
+from runtime.communication.mesh import Mesh
 from runtime.models import build_model
 from runtime.models.same import differences
+from runtime.states.zero import ShardedStates
 from runtime.weights.files import TensorFolder, open_tensors
 from runtime.weights.names import Tile, may_be_left, tiles
-from runtime.zero import ShardedStates
 
 CONFIG = "config.json"
 

@@ -38,7 +38,7 @@ def test_a_window_shorter_than_the_sequence_is_named():
 
 def test_the_tables_are_those_of_the_runtime():
     models = pytest.importorskip("runtime.models")
-    optimizer = pytest.importorskip("runtime.optimizer")
+    optimizer = pytest.importorskip("runtime.states.optimizer")
     assert set(models._FAMILIES) == ARCHITECTURES
     assert set(optimizer.WEIGHT_DTYPES) == PRECISIONS
     for kind in Optimizer:

@@ -9,11 +9,11 @@ from torch.nn import functional
 
 from costmodels.job import Precision, TrainingJob
 from costmodels.model import ModelSpec
-from runtime.grid import GROUP_AXES
+from runtime.capture.repeated_layers import capture_model
+from runtime.communication.grid import GROUP_AXES
+from runtime.communication.mesh import Group, Mesh
 from runtime.lower import compute_dtype, lower_captured
-from runtime.mesh import Group, Mesh
 from runtime.models import build_model
-from runtime.repeated_layers import capture_model
 
 SEQ = 16
 NUM_LAYERS = 4

@@ -11,8 +11,8 @@ from torch.nn import functional
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
+from runtime.capture.repeated_layers import capture_model
 from runtime.context import context_share
-from runtime.data import share_of
 from runtime.executor import Executor
 from runtime.launch import run_ranks
 from runtime.lower import lower_captured, program_of
@@ -20,8 +20,8 @@ from runtime.models import build_model
 from runtime.models.feed_forward import RoutedFeedForward
 from runtime.ops.routing import Routing, choose
 from runtime.program import IGNORED_LABEL
-from runtime.repeated_layers import capture_model
-from runtime.zero import Precisions, ShardedStates
+from runtime.states.zero import Precisions, ShardedStates
+from runtime.training.data import share_of
 
 TOLERANCE = 1e-5
 LAUNCH = 25  # layouts of one launch: graphs of more would crowd the memory of small machines

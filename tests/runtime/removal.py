@@ -1,9 +1,9 @@
 """Takes single exchanges between ranks out of a step, to see that parity notices.
 
-Every exchange of a program goes through a few functions of `runtime.collectives` and the ring's
-shift. They are numbered on each axis in the order of their calls, which all ranks of a group share;
-a transfer between stages is named by its tag. Without its exchange, a function returns what this
-rank holds in the shape of what would have arrived.
+Every exchange of a program goes through a few functions of `runtime.communication.collectives` and
+the ring's shift. They are numbered on each axis in the order of their calls, which all ranks of a
+group share; a transfer between stages is named by its tag. Without its exchange, a function returns
+what this rank holds in the shape of what would have arrived.
 """
 
 import sys
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from runtime import collectives
+from runtime.communication import collectives
+from runtime.communication.pending import Done
 from runtime.ops import ring_attention
-from runtime.pending import Done
 
 DEPTH = 4  # frames that tell exchanges apart
 

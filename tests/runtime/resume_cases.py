@@ -11,12 +11,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from costmodels.job import Optimizer
-from runtime.checkpoint_files import read_manifest
-from runtime.checkpoint_folders import folder_of
-from runtime.checkpoints import Checkpoints, RunRecord, Samples
+from runtime.checkpoints.files import read_manifest
+from runtime.checkpoints.folders import folder_of
+from runtime.checkpoints.saving import Checkpoints, RunRecord, Samples
+from runtime.checkpoints.sharded_state import buffers_of
 from runtime.launch import run_ranks
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer
-from runtime.sharded_state import buffers_of
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer
 
 ADAMW = OptimizerSettings(kind=Optimizer.ADAMW, learning_rate=0.01, num_warmup_steps=2, num_steps=8)
 

@@ -12,17 +12,17 @@ from test_initialise import Grid
 from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule
 from costmodels.model import ModelSpec
 from costmodels.parameters import num_parameters
-from runtime.capture import capture
+from runtime.any_module.described import describe
+from runtime.any_module.modules import build_module
+from runtime.capture.export import capture
 from runtime.context import context_share
-from runtime.data import share_of
-from runtime.described import describe
 from runtime.executor import Executor
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph, program_of
 from runtime.models import build_model
-from runtime.modules import build_module
 from runtime.program import ParameterShard
-from runtime.zero import Precisions, ShardedStates
+from runtime.states.zero import Precisions, ShardedStates
+from runtime.training.data import share_of
 
 TOLERANCE = 1e-5
 BATCH, SEQ = 8, plain.LENGTH

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.boxes import boxes, ranges
+from runtime.checkpoints.boxes import boxes, ranges
 from runtime.program import ParameterShard
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.buckets import Bucket
-from runtime.mesh import Group
+from runtime.communication.mesh import Group
 from runtime.program import ParameterShard
-from runtime.sharing import Sharing
+from runtime.states.buckets import Bucket
+from runtime.states.sharing import Sharing
 
 ALONE = Group(axis="dp", ranks=(0,), index=0, backend="none", handle=None)
 

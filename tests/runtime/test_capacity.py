@@ -11,15 +11,15 @@ from torch.nn import functional
 
 from costmodels.layout import ContextParallelType, Layout, Recompute
 from costmodels.model import MixtureOfExperts
-from runtime.capacity import DroppedShares
 from runtime.context import context_share
-from runtime.data import share_of
 from runtime.executor import Executor
 from runtime.launch import run_ranks
 from runtime.lower import program_of
 from runtime.models.feed_forward import RoutedFeedForward
 from runtime.ops.capacity import capacity_of
-from runtime.zero import Precisions, ShardedStates
+from runtime.states.zero import Precisions, ShardedStates
+from runtime.training.data import share_of
+from runtime.training.dropped_shares import DroppedShares
 
 TOLERANCE = 1e-5
 BATCH, FACTOR = 8, 0.75

@@ -7,7 +7,7 @@ from torch import nn
 
 from costmodels.model import ModelSpec
 from planner.presets import read_model
-from runtime.capture import capture, weights_on_meta
+from runtime.capture.export import capture, weights_on_meta
 from runtime.models import build_model
 
 

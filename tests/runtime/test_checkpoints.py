@@ -13,10 +13,10 @@ from resume_cases import on_ranks, resume_latest, stored_tensors, train_and_save
 
 from costmodels.job import Optimizer
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from runtime.checkpoint_files import MANIFEST, read_manifest
-from runtime.checkpoint_folders import LATEST, candidates, folder_of, step_name
+from runtime.checkpoints.files import MANIFEST, read_manifest
+from runtime.checkpoints.folders import LATEST, candidates, folder_of, step_name
 from runtime.launch import RankFailedError
-from runtime.optimizer import OptimizerSettings
+from runtime.states.optimizer import OptimizerSettings
 
 
 def layout(**fields):

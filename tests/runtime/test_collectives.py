@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional
 
 from costmodels.layout import Layout
-from runtime import collectives, vocab_parallel
+from runtime.communication import collectives
 from runtime.launch import run_ranks
+from runtime.ops import vocab_parallel
 
 
 def tensor_parallel(num_ranks):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from runtime.cores import bind_to_cores, take_turns
+from runtime.communication.cores import bind_to_cores, take_turns
 
 
 @pytest.fixture(name="bound")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.data import SyntheticStream, micro_batches, open_data, share_of
+from runtime.training.data import SyntheticStream, micro_batches, open_data, share_of
 
 CPU = torch.device("cpu")
 

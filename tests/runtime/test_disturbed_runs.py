@@ -12,12 +12,12 @@ from test_train import environment, launch, lines_of, pid_of_rank, plan, wait_fo
 
 from costmodels.job import Optimizer
 from costmodels.layout import Layout
-from runtime.checkpoint_folders import LATEST, candidates
+from runtime.checkpoints.folders import LATEST, candidates
 from runtime.launch import run_ranks
-from runtime.metrics import FINISHED
-from runtime.optimizer import NotFiniteError, OptimizerSettings, ShardedOptimizer
-from runtime.options import parse_options
-from runtime.run_state import FOLDER, differences, record_of_run
+from runtime.states.optimizer import NotFiniteError, OptimizerSettings, ShardedOptimizer
+from runtime.training.metrics import FINISHED
+from runtime.training.options import parse_options
+from runtime.training.run_state import FOLDER, differences, record_of_run
 
 FLAGS = ("--synthetic", "--learning-rate", "0.01")
 

@@ -9,12 +9,12 @@ from toy_program import Embedding, Head, Layer, batches, build_program, initial
 
 from costmodels.job import Optimizer
 from costmodels.layout import Layout, Offload, Recompute, Schedule, split_layers
-from runtime import collectives
+from runtime.communication import collectives
+from runtime.communication.pending import Done
 from runtime.executor import Executor
 from runtime.launch import run_ranks
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer
-from runtime.pending import Done
-from runtime.zero import Precisions, ShardedStates
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer
+from runtime.states.zero import Precisions, ShardedStates
 
 NUM_LAYERS, RATE = 8, 0.5
 SGD = OptimizerSettings(kind=Optimizer.SGD, learning_rate=RATE, weight_decay=0.0, max_norm=None)

@@ -5,16 +5,16 @@ import torch
 
 from costmodels.layout import Layout, Recompute
 from costmodels.model import LatentAttention, MixtureOfExperts
+from runtime.checkpoints.sharded_state import buffers_of
 from runtime.context import context_share
-from runtime.data import share_of
 from runtime.executor import Executor
-from runtime.expert_bias import BiasUpdates
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph, program_of
 from runtime.models.feed_forward import RoutedFeedForward
 from runtime.ops.routing import Routing, choose
-from runtime.sharded_state import buffers_of
-from runtime.zero import Precisions, ShardedStates
+from runtime.states.zero import Precisions, ShardedStates
+from runtime.training.data import share_of
+from runtime.training.expert_bias import BiasUpdates
 
 BATCH, STEPS, RATE = 8, 2, 0.01
 MOE = MixtureOfExperts(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from costmodels.layout import Layout
-from runtime import collectives
+from runtime.communication import collectives
 from runtime.launch import run_ranks
 from runtime.ops.experts import dispatched_experts, whole_experts
 from runtime.ops.grouped import fused, grouped_linear

@@ -12,7 +12,7 @@ from parity_cases import EXPERTS, TOLERANCE, lowered, own_batches, sgd_truth, st
 from parity_space import cost, cover, layouts, share_of_model
 
 from costmodels.layout import Layout
-from runtime import collectives
+from runtime.communication import collectives
 from runtime.launch import run_ranks
 from runtime.ops import traffic
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.zero import NORM_ROW, sum_of_squares
+from runtime.states.zero import NORM_ROW, sum_of_squares
 
 
 @pytest.mark.parametrize("size", [0, 3, NORM_ROW, NORM_ROW + 1, 60 * NORM_ROW + 17])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.host_memory import activations_on_host
+from runtime.states.host_memory import activations_on_host
 
 
 def build():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.initialise import normal_initialiser
 from runtime.program import ParameterShard
+from runtime.states.initialise import normal_initialiser
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ class Grid:
 
 @pytest.mark.parametrize("chunk", [1, 16, 2**20])
 def test_a_rank_draws_the_piece_that_it_would_cut_from_the_whole(chunk, monkeypatch):
-    monkeypatch.setattr("runtime.initialise.CHUNK", chunk)
+    monkeypatch.setattr("runtime.states.initialise.CHUNK", chunk)
     make = normal_initialiser(3, 2, CPU)
     for shard in shards():
         for inner in range(2):
@@ -103,7 +103,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_rank_holds_all_experts(monkeypatch):
-    monkeypatch.setattr("runtime.initialise.CHUNK", 64)
+    monkeypatch.setattr("runtime.states.initialise.CHUNK", 64)
     shape = (4, 12, 16)
     shard = ParameterShard(
         name="experts.gate_up_proj", global_shape=shape, dim=1, num_segments=2, **EXPERT_AXES

@@ -10,7 +10,7 @@ from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.profile_toml import read_profile
 from planner.plan import Plan, SolverStatus
 from planner.presets import read_model
-from runtime.dry_run import dry_run
+from runtime.dry_run.run import dry_run
 from runtime.verify import bytes_by_axis, verify
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from costmodels.layout import Layout
-from runtime import collectives
+from runtime.communication import collectives
+from runtime.communication.mesh import join
 from runtime.launch import RankFailedError, run_ranks
-from runtime.mesh import join
 
 
 def test_results_come_back_in_rank_order():

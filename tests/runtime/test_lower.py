@@ -8,7 +8,7 @@ from runtime.executor import Executor
 from runtime.launch import run_ranks
 from runtime.lower import lower_graph, program_of
 from runtime.split_backward import split_linear
-from runtime.zero import Precisions, ShardedStates
+from runtime.states.zero import Precisions, ShardedStates
 
 SPEC = small.llama()
 FORMATS = Precisions(gradients=torch.float32, master=torch.float32)

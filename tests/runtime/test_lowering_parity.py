@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from costmodels.layout import Layout, Recompute
-from runtime.first_values import materialise
 from runtime.launch import run_ranks
 from runtime.lower import lower, program_of
+from runtime.states.first_values import materialise
 
 TOLERANCE = 1e-5
 

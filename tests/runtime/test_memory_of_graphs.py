@@ -11,7 +11,7 @@ from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.memory import estimate_memory
 from costmodels.profile_toml import read_profile
 from planner.presets import read_model
-from runtime.dry_run import dry_run
+from runtime.dry_run.run import dry_run
 
 LLAMA = replace(read_model("llama-3.1-8b"), num_layers=4)
 SMALL = replace(read_model("llama-3.2-1b"), num_layers=4)  # tied embeddings

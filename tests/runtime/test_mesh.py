@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.layout import AXES, Layout
-from runtime import collectives
-from runtime.grid import GROUP_AXES, coordinates, members, rank_at
+from runtime.communication import collectives
+from runtime.communication.grid import GROUP_AXES, coordinates, members, rank_at
 from runtime.launch import RankFailedError, run_ranks
 
 

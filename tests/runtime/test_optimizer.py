@@ -11,13 +11,13 @@ from costmodels.job import Optimizer, Precision, TrainingJob
 from costmodels.layout import Layout, split_layers
 from runtime.executor import Executor
 from runtime.launch import run_ranks
-from runtime.optimizer import (
+from runtime.states.optimizer import (
     OptimizerSettings,
     ShardedOptimizer,
     learning_rate,
     precisions,
 )
-from runtime.zero import Precisions, ShardedStates
+from runtime.states.zero import Precisions, ShardedStates
 
 NUM_LAYERS = 4
 FP64 = Precisions(gradients=torch.float64, master=torch.float64)

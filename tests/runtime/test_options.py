@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from costmodels.job import Optimizer
-from runtime.optimizer import OptimizerSettings
-from runtime.options import parse_options
+from runtime.states.optimizer import OptimizerSettings
+from runtime.training.options import parse_options
 
 FOLDER = Path("run")
 

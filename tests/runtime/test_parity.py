@@ -27,10 +27,11 @@ from torch.nn import functional
 
 from costmodels.job import Optimizer
 from costmodels.layout import Layout
-from runtime import collectives, vocab_parallel
+from runtime.communication import collectives
 from runtime.launch import run_ranks
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate
+from runtime.ops import vocab_parallel
 from runtime.program import IGNORED_LABEL
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer, learning_rate
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from costmodels.layout import Layout, Recompute
-from runtime import collectives
-from runtime.capture import capture
+from runtime.capture.export import capture
+from runtime.communication import collectives
 from runtime.ops import attention, norm
 from runtime.passes import PIPELINE, LoweringContext, Pass, run_passes
 from runtime.passes.canonicalise import canonicalise, only_canonical_operations

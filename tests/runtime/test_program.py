@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.first_values import move_buffers
 from runtime.program import ParameterShard, with_positions
+from runtime.states.first_values import move_buffers
 
 
 @st.composite

@@ -7,8 +7,8 @@ import pytest
 
 from costmodels.layout import ContextParallelType, Layout, Recompute
 from costmodels.model import MixtureOfExperts
-from runtime.dry_run import dry_run
-from runtime.rank_roles import rank_roles
+from runtime.dry_run.rank_roles import rank_roles
+from runtime.dry_run.run import dry_run
 
 EXPERTS = MixtureOfExperts(num_experts=4, experts_per_token=2, ffn_hidden_size=24)
 PADDED, EVEN = small.llama(vocab_size=95), small.llama(vocab_size=96)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.capture import weights_on_meta
-from runtime.recorder import recording
+from runtime.any_module.recorder import recording
+from runtime.capture.export import weights_on_meta
 
 
 def number(value=0.5):

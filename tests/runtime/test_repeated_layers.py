@@ -7,10 +7,10 @@ import parity_cases as parity
 import pytest
 import torch
 
-from runtime import repeated_layers
-from runtime.capture import capture
+from runtime.capture import repeated_layers
+from runtime.capture.export import capture
+from runtime.capture.repeated_layers import capture_model
 from runtime.models import build_model
-from runtime.repeated_layers import capture_model
 
 MIXTRAL, DEEPSEEK = parity.EXPERTS["mixtral"], parity.EXPERTS["deepseek"]
 DENSE = {name: replace(spec, num_layers=4) for name, spec in small.MODELS.items()}

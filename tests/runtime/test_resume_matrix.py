@@ -10,7 +10,7 @@ from parity_cases import ALL, EXPERTS, describe
 from parity_space import spreads_experts
 from resume_cases import on_ranks, random_pair, stored_tensors, train_and_save
 
-from runtime.checkpoint_folders import folder_of
+from runtime.checkpoints.folders import folder_of
 
 NUM_PAIRS, STEPS, MORE = 60, 2, 3
 QUICK = (0, 1, 3, 4)  # in the default run: two dense models, both with experts

@@ -6,12 +6,12 @@ from torch import nn
 from torch.nn import functional
 
 from costmodels.layout import Layout
-from runtime.capture import capture
+from runtime.capture.export import capture
 from runtime.passes import PIPELINE
 from runtime.passes.canonicalise import canonicalise
 from runtime.passes.pipeline import LoweringContext, run_passes
 from runtime.passes.placements import Replicated
-from runtime.roles import Part, Role, infer_roles
+from runtime.passes.roles import Part, Role, infer_roles
 
 
 class Odd(nn.Module):

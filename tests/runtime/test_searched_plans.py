@@ -14,16 +14,16 @@ from costmodels.model import MixtureOfExperts, ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.constraints import Constraints
 from planner.search.ranking import search
-from runtime.capture import capture
+from runtime.capture.export import capture
 from runtime.context import context_share
 from runtime.executor import Executor
-from runtime.first_values import materialise
-from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
 from runtime.lower import lower_captured, program_of
 from runtime.models import build_model
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.zero import ShardedStates
+from runtime.states.first_values import materialise
+from runtime.states.initialise import normal_initialiser
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.states.zero import ShardedStates
 
 MODELS = [
     ModelSpec(

@@ -7,10 +7,10 @@ import pytest
 
 from costmodels.layout import Layout, Offload, Recompute, Schedule
 from costmodels.schedule import Action, ActionKind, PipelineShape, shape_refusals
-from runtime.dry_run import DryRuns
+from runtime.dry_run.run import DryRuns
+from runtime.dry_run.same_programs import ProgramKeys
+from runtime.dry_run.short_rows import Figures, RowReader, added
 from runtime.lower import rows_of
-from runtime.same_programs import ProgramKeys
-from runtime.short_rows import Figures, RowReader, added
 
 
 def layout(schedule, *, ranks=4, num_micro_batches=9, stages_per_rank=1, **changes):

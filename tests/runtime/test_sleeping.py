@@ -11,16 +11,16 @@ from costmodels.estimate import estimate_time
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.profile_toml import read_profile
-from runtime import sleeping
+from runtime.dry_run.trackers import Tracker
 from runtime.executor import Executor
-from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
 from runtime.lower import program_of
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.rests import Rests, rests_of
-from runtime.sleeping import Sleeper, SleepingUpdate, put_to_sleep
-from runtime.trackers import Tracker
-from runtime.zero import ShardedStates
+from runtime.measure import sleeping
+from runtime.measure.sleep_seconds import Rests, rests_of
+from runtime.measure.sleeping import Sleeper, SleepingUpdate, put_to_sleep
+from runtime.states.initialise import normal_initialiser
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.states.zero import ShardedStates
 
 MODEL, JOB = small.llama(vocab_size=104), small.job()
 CPU = read_profile("cpu-gloo")

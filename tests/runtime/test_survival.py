@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from runtime import survival
-from runtime.survival import Heartbeat, failure_message
+from runtime.training import survival
+from runtime.training.survival import Heartbeat, failure_message
 
 
 class Shelf:

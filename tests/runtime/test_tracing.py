@@ -15,17 +15,17 @@ from costmodels.layout import Layout
 from costmodels.model import ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.plan import Plan, SolverStatus
+from runtime.communication.grid import coordinates
+from runtime.communication.pending import Pending
 from runtime.executor import Executor
-from runtime.grid import coordinates
-from runtime.initialise import normal_initialiser
 from runtime.launch import run_ranks
 from runtime.lower import program_of
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer, precisions
-from runtime.pending import Pending
-from runtime.predicted_actions import predicted_actions
-from runtime.trace_file import hand_over, handed_over, write_trace
-from runtime.tracing import Trace, observed
-from runtime.zero import ShardedStates
+from runtime.states.initialise import normal_initialiser
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer, precisions
+from runtime.states.zero import ShardedStates
+from runtime.tracing.events import Trace, observed
+from runtime.tracing.file import hand_over, handed_over, write_trace
+from runtime.tracing.predicted import predicted_actions
 
 MODEL = ModelSpec(
     name="small",

@@ -7,9 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from runtime import buckets
+from runtime.dry_run.trackers import ALLOCATION_BLOCK, Tracker
 from runtime.ops.grouped import grouped_linear
-from runtime.trackers import ALLOCATION_BLOCK, Tracker
+from runtime.states import buckets
 
 MIB_OF_FLOATS = 2**18
 

@@ -19,7 +19,7 @@ from costmodels.model import ModelSpec
 from costmodels.profile_toml import read_profile
 from planner.emit.native import emit_native
 from planner.plan import Plan, SolverStatus
-from runtime.metrics import FINISHED, UNFINISHED
+from runtime.training.metrics import FINISHED, UNFINISHED
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelSpec(

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from costmodels.model import MixtureOfExperts
 from planner.emit.native import emit_native
-from runtime.data import SyntheticStream, micro_batches
-from runtime.modules import build_module
-from runtime.optimizer import OptimizerSettings, learning_rate
+from runtime.any_module.modules import build_module
 from runtime.program import ParameterShard
+from runtime.states.optimizer import OptimizerSettings, learning_rate
+from runtime.training.data import SyntheticStream, micro_batches
 
 STEPS, BATCH = 4, 8
 SETTINGS = OptimizerSettings(

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from costmodels.layout import Layout
-from runtime.capture import weights_on_meta
-from runtime.first_values import materialise
+from runtime.capture.export import weights_on_meta
 from runtime.launch import run_ranks
 from runtime.lower import lower, lower_graph, program_of
 from runtime.passes.pipeline import op_counts
+from runtime.states.first_values import materialise
 
 transformers = pytest.importorskip("transformers")
 from test_lowering_parity import TOLERANCE, run_chain, worst_error  # noqa: E402

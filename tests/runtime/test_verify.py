@@ -12,9 +12,9 @@ from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.profile_toml import read_profile
 from costmodels.schedule import PipelineShape, shape_refusals, table_from_strings
 from planner.plan import Plan, SolverStatus
-from runtime import dry_run as dry
+from runtime.dry_run import run as dry
+from runtime.dry_run.trackers import Message
 from runtime.lower import rows_of
-from runtime.trackers import Message
 from runtime.verify import (
     Pair,
     bytes_by_axis,

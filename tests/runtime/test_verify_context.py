@@ -5,8 +5,8 @@ import pytest
 
 from costmodels.counts import count_rank
 from costmodels.layout import ContextParallelType, Layout, Recompute
-from runtime import dry_run as dry
-from runtime.trackers import Message
+from runtime.dry_run import run as dry
+from runtime.dry_run.trackers import Message
 from runtime.verify import bytes_by_axis, disagreements
 
 CASES = {

@@ -6,7 +6,7 @@ import pytest
 from costmodels.counts import count_rank
 from costmodels.layout import Layout, Recompute
 from costmodels.model import LatentAttention, MixtureOfExperts
-from runtime import dry_run as dry
+from runtime.dry_run import run as dry
 from runtime.verify import bytes_by_axis
 
 pytestmark = pytest.mark.matrix  # 64 dry runs take minutes

@@ -15,14 +15,15 @@ from torch.nn import functional
 from costmodels.hf_config import spec_from_hf_config
 from costmodels.job import Optimizer, Precision, TrainingJob
 from costmodels.layout import Layout, split_layers
-from runtime.checkpoint_folders import step_name
-from runtime.checkpoints import Checkpoints, RunRecord, Samples
+from runtime.checkpoints.folders import step_name
+from runtime.checkpoints.saving import Checkpoints, RunRecord, Samples
+from runtime.checkpoints.sharded_state import buffers_of
 from runtime.executor import Executor
 from runtime.launch import run_ranks
 from runtime.lower import program_of
 from runtime.models.same import differences
-from runtime.optimizer import OptimizerSettings, ShardedOptimizer
-from runtime.sharded_state import buffers_of
+from runtime.states.optimizer import OptimizerSettings, ShardedOptimizer
+from runtime.states.zero import Precisions, ShardedStates
 from runtime.weights.config import hf_config
 from runtime.weights.export import export, main
 from runtime.weights.files import INDEX, TensorEntry, open_tensors, write_tensors
@@ -35,7 +36,6 @@ from runtime.weights.pretrained import (
     read_block,
     spelled,
 )
-from runtime.zero import Precisions, ShardedStates
 
 transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's own code")
 

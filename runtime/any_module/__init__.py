@@ -1,0 +1,1 @@
+"""`package.module:function`: a module of any family, described for the planner."""

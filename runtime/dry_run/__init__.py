@@ -1,0 +1,1 @@
+"""A rank run with fake tensors: FLOPs, messages and live storage of its real program."""

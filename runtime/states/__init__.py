@@ -1,0 +1,1 @@
+"""Weights, gradients and optimizer states of a rank, cut as ZeRO says, and the update."""

@@ -1,0 +1,1 @@
+"""What happened when, beside what was predicted: `train.py --trace`."""

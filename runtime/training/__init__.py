@@ -1,0 +1,1 @@
+"""A training run around the executor: flags, data, measurements, what ends it."""
