@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from costmodels.block_memory import BlockMemory
 from costmodels.layout import Layout, Offload, Recompute
+from costmodels.memory.blocks import BlockMemory
+from costmodels.memory.states import BlockStates
 from costmodels.model import ModelSpec
-from costmodels.states import BlockStates
 
 LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
 

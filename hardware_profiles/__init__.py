@@ -2,7 +2,7 @@
 
 The folder holds `<machine>.toml`; `generations/<generation>.toml` holds the constants that a data
 sheet does not tell, and `generations/common.toml` names every such constant with its meaning and
-the value that holds where a generation says nothing. Parsing is `costmodels.profile_toml`.
+the value that holds where a generation says nothing. Parsing is `costmodels.profiles.reader`.
 """
 
 from importlib.resources import files

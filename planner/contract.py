@@ -9,9 +9,9 @@ import numpy as np
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
+from costmodels.memory.states import padded_vocab_size
 from costmodels.model import ModelSpec
 from costmodels.parameters import num_active_parameters, num_parameters
-from costmodels.states import padded_vocab_size
 from costmodels.terms import MemoryEstimate, MemoryParts, TimeEstimate
 from costmodels.units import GIB, TFLOP
 from planner.codec import Json, encode

@@ -12,13 +12,13 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
 from costmodels.model import ModelSpec
 from costmodels.terms import MemoryEstimate, TimeEstimate
+from costmodels.time.estimate import estimate_time
 from costmodels.units import GIB
 from planner.rules import Violation, violations
 

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from costmodels.counts import count_rank
-from costmodels.memory import estimate_memory
+from costmodels.counts.ranks import count_rank
+from costmodels.memory.estimate import estimate_memory
 from costmodels.schedule import Action, ActionKind, ScheduleTable
 from costmodels.units import GIB
 from planner.plan import Plan

@@ -27,11 +27,11 @@ sys.path.insert(0, str(FOLDER.parents[1]))  # the packages of this checkout
 from layouts import real_layouts, sleeping_layouts  # noqa: E402
 from sweep import Sweep, run_sweep  # noqa: E402
 
-from costmodels.estimate import estimate_time  # noqa: E402
 from costmodels.hardware import make_cluster  # noqa: E402
 from costmodels.job import Precision, TrainingJob  # noqa: E402
-from costmodels.profile_toml import read_profile  # noqa: E402
-from costmodels.profile_writer import profile_to_toml  # noqa: E402
+from costmodels.profiles.reader import read_profile  # noqa: E402
+from costmodels.profiles.writer import profile_to_toml  # noqa: E402
+from costmodels.time.estimate import estimate_time  # noqa: E402
 from planner.files import write_text  # noqa: E402
 from planner.measured import sweeps as rows  # noqa: E402
 from planner.measured.runs import MeasuredRun  # noqa: E402

@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Measure or fit, and write the profile to a file or to stdout."""
-    from costmodels.profile_writer import profile_to_toml
+    from costmodels.profiles.writer import profile_to_toml
     from planner.codec import encode
     from planner.files import refuse_unwritable, write_text
 

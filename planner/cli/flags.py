@@ -170,14 +170,14 @@ def read_model_flag(arguments: Namespace) -> ModelSpec:
 
 def read_hardware_flags(arguments: Namespace) -> HardwareProfile:
     """Return the profile that --hardware and --set describe."""
-    from costmodels.profile_toml import read_profile
+    from costmodels.profiles.reader import read_profile
 
     return read_profile(arguments.hardware, tuple(arguments.overrides))
 
 
 def read_cluster(arguments: Namespace, profile: HardwareProfile) -> Cluster:
     """Return the cluster that --gpus and --gpus-per-node describe."""
-    from costmodels.profile_toml import make_cluster
+    from costmodels.profiles.reader import make_cluster
 
     try:
         gpus = positive(arguments.gpus)

@@ -13,7 +13,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the list, or one profile as it stands."""
-    from costmodels.profile_toml import profile_names, read_profile
+    from costmodels.profiles.reader import profile_names, read_profile
     from costmodels.units import GB, GIB, TFLOP
     from planner.codec import encode
 

@@ -132,7 +132,7 @@ def _plan_figure(inputs: Sequence[Path], kind: str | None) -> "Figure":
 
 
 def _one_plan_figure(plan: "Plan", kind: str) -> "Figure":
-    from costmodels.memory import estimate_memory
+    from costmodels.memory.estimate import estimate_memory
     from planner.plots.breakdown import memory_figure, time_figure
     from planner.plots.overview import overview_figure, terms_of
     from planner.plots.timeline import pipeline_of, timeline_figure

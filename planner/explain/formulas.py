@@ -14,11 +14,11 @@ import sympy
 
 from costmodels.formulas import collectives, compute
 from costmodels.formulas.functions import Ceil, Formula
-from costmodels.ops import Attention, Block, Collective, Gemm
-from costmodels.placement import Tiers, place
-from costmodels.rates import Rates, rates_of
-from costmodels.shard import shard_of
-from costmodels.workload import build_workload
+from costmodels.network.ops import Attention, Block, Collective, Gemm
+from costmodels.network.shard import shard_of
+from costmodels.network.workload import build_workload
+from costmodels.time.placement import Tiers, place
+from costmodels.time.rates import Rates, rates_of
 from planner.plan import Plan
 
 NOTICEABLE = 0.01  # chosen: derivatives below 1 % are left out

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from costmodels.hardware import Cluster, make_cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
 from costmodels.model import ModelSpec
 from costmodels.units import GIB
 from planner.judge import Judgement, Verdict, judge, memory_verdict

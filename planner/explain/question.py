@@ -16,7 +16,7 @@ from costmodels.layout import (
     Schedule,
     split_layers,
 )
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
 from planner.judge import Judgement, Verdict, judge, memory_verdict
 from planner.plan import Plan
 from planner.rules import violations

@@ -7,8 +7,8 @@ difference; a formula's own derivative (see `formulas`) cannot see that a link h
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Cluster, HardwareProfile
+from costmodels.time.estimate import estimate_time
 from planner.plan import Plan
 
 STEP = 0.05  # chosen: half of the 10 % that the words speak of, to either side

@@ -18,8 +18,8 @@ from costmodels.hardware import Cluster, make_cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import profile_from_toml, profile_value
-from costmodels.profile_writer import profile_to_toml
+from costmodels.profiles.reader import profile_from_toml, profile_value
+from costmodels.profiles.writer import profile_to_toml
 from planner.constraints import FREE, applicable
 from planner.explain.margins import refitted
 from planner.judge import Judgement, judge

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Calibration, Cluster
 from costmodels.layout import Layout
 from costmodels.terms import TimeEstimate
+from costmodels.time.estimate import estimate_time
 from planner.codec import rounded
 from planner.measured.columns import Row, UnsupportedRowError
 from planner.measured.errors import measured_rate, scored

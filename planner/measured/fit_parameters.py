@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from costmodels.profile_toml import own_constants
+from costmodels.profiles.reader import own_constants
 from hardware_profiles import COMMON, generation_names
 
-# Fitted elsewhere: constants of the memory model (costmodels/framework_memory.py).
+# Fitted elsewhere: constants of the memory model (costmodels/memory/framework.py).
 OF_MEMORY = frozenset({"fragmentation_fraction", "cached_fraction"})
 # The second constant scales along with the fitted first one: no run tells the two apart.
 FOLLOWERS = {"attention_forward": "attention_backward"}

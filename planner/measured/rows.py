@@ -10,7 +10,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
 from planner.measured.columns import Row, UnsupportedRowError, integer, runs_on
 from planner.measured.layouts import read_layouts
 from planner.measured.models import read_model_columns

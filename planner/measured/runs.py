@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median, quantiles
 
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.files import read_text
 from planner.measured.columns import Row
 from planner.measured.errors import throughput_ratio

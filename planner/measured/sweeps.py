@@ -13,12 +13,12 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median, quantiles
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Calibration, Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import generation_constants
+from costmodels.profiles.reader import generation_constants
+from costmodels.time.estimate import estimate_time
 from planner.codec import DecodeError, decode, encode
 from planner.files import read_json, write_text
 from planner.measured.runs import MeasuredRun

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
 from costmodels.terms import Term
 from planner.codec import DecodeError, decode
 from planner.plan import Plan

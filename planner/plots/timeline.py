@@ -13,7 +13,7 @@ from costmodels.schedule import (
     PipelineShape,
     simulate_schedule,
 )
-from costmodels.stages import pipeline_times, step_intervals
+from costmodels.time.stages import pipeline_times, step_intervals
 from planner.plan import Plan
 from planner.plots.breakdown import format_seconds
 from planner.plots.style import BESIDE, Look, headline, is_dark, new_figure, quiet_rows, styled

@@ -17,9 +17,9 @@ import numpy as np
 from costmodels.hardware import Cluster
 from costmodels.job import Target
 from costmodels.layout import AXES, Schedule
-from costmodels.layout_costs import FULL_CODE
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
-from costmodels.placement import axis_strides, span
+from costmodels.time.layouts import FULL_CODE
+from costmodels.time.placement import axis_strides, span
 from planner.constraints import Constraints
 from planner.rules.expressible import ALL_OR_NONE, expressible_rules
 from planner.rules.rule import Case, Mask, Rule

@@ -19,21 +19,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.bounds import open_lower_bound, time_lower_bound
+from costmodels.bounds.memory import memory_lower_bound
+from costmodels.bounds.pipeline import SplitLimits
+from costmodels.bounds.put_off import put_off
+from costmodels.bounds.recompute import least_recomputed_layers, with_recompute
+from costmodels.bounds.reference import ReferenceBound, reference_bound
+from costmodels.bounds.split import SplitBound, split_bound
+from costmodels.bounds.stage_room import StageRooms, stage_rooms
+from costmodels.bounds.time import open_lower_bound, time_lower_bound
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import LayoutTable
-from costmodels.memory import estimate_memory
-from costmodels.memory_bound import memory_lower_bound
+from costmodels.memory.estimate import estimate_memory
+from costmodels.memory.states import least_state_bytes
 from costmodels.model import ModelSpec
-from costmodels.pipeline_bound import SplitLimits
-from costmodels.put_off_bound import put_off
-from costmodels.recompute_bound import least_recomputed_layers, with_recompute
-from costmodels.reference_bound import ReferenceBound, reference_bound
-from costmodels.split_bound import SplitBound, split_bound
-from costmodels.stage_room import StageRooms, stage_rooms
-from costmodels.states import least_state_bytes
 from costmodels.terms import MemoryEstimate
 from planner.constraints import Constraints
 from planner.search.priced import PricedTable

@@ -11,22 +11,22 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.block_memory import BlockMemory, block_memory
-from costmodels.bounds import around_rows
-from costmodels.estimate import step_seconds
-from costmodels.hardware import Cluster
-from costmodels.job import TrainingJob
-from costmodels.layout import Layout, split_layers
-from costmodels.layout_costs import LayoutCosts, layout_costs
-from costmodels.layout_table import LayoutTable, table_of
-from costmodels.memory import MemoryDemand, blocks_of_layout, memory_demand
-from costmodels.model import ModelSpec
-from costmodels.reference_bound import (
+from costmodels.bounds.reference import (
     ReferenceBound,
     recomputed_layers,
     reference_of,
 )
+from costmodels.bounds.time import around_rows
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, split_layers
+from costmodels.layout_table import LayoutTable, table_of
+from costmodels.memory.blocks import BlockMemory, block_memory
+from costmodels.memory.estimate import MemoryDemand, blocks_of_layout, memory_demand
+from costmodels.model import ModelSpec
 from costmodels.schedule.critical_path import CriticalPath
+from costmodels.time.estimate import step_seconds
+from costmodels.time.layouts import LayoutCosts, layout_costs
 from planner.search.stage_problem import ScoredProblem
 from planner.search.stage_scores import scored_problem
 

@@ -14,9 +14,9 @@ from math import inf
 
 import numpy as np
 
+from costmodels.bounds.pipeline import SplitLimits, no_limits
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, IntColumn, LayoutTable
-from costmodels.pipeline_bound import SplitLimits, no_limits
 from planner.rules.rule import CUTS_PARAMETERS
 from planner.search.costs import Costs, Values
 from planner.search.priced import PricedTable

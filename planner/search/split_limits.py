@@ -7,10 +7,10 @@ experts or without, whichever are more) are counted.
 
 import numpy as np
 
+from costmodels.bounds.pipeline import SplitLimits
 from costmodels.layout import split_layers
 from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
-from costmodels.pipeline_bound import SplitLimits
 from planner.search.costs import Values
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from math import ceil, inf
 
 from costmodels.layout import Layout, Recompute, split_layers
-from costmodels.memory import MemoryDemand
+from costmodels.memory.estimate import MemoryDemand
 from planner.search.priced import PricedLayout
 from planner.search.references import References
 from planner.search.split_paths import ascending_splits

@@ -13,7 +13,7 @@ with d_r = min(m - 1, r) weight gradients that rank r puts off behind that (rank
 ends the step) and W the sum of all. Each rank has the one that is larger for an even split. All are
 linear in the layers of a stage (derivations: `costmodels/schedule/bound.py`), which makes
 them the solver's scores: nanoseconds, rounded down, so that a score is never above the exact
-value. Memory is what `costmodels/stage_memory.py` says of the moment that fills a rank's layers
+value. Memory is what `costmodels/memory/stages.py` says of the moment that fills a rank's layers
 most, with what waits for input and for weight gradients apart, in KiB, rounded in favour of
 fitting; the exact models judge every split that comes back.
 """
@@ -21,20 +21,20 @@ fitting; the exact models judge every split that comes back.
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from costmodels.activations import LayerBytes
-from costmodels.block_memory import BlockMemory
-from costmodels.bounds import around_rows
-from costmodels.estimate import stage_costs
+from costmodels.bounds.time import around_rows
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.layout_costs import LayoutCosts
 from costmodels.layout_table import table_of
-from costmodels.memory import stage_memory
+from costmodels.memory.activations import LayerBytes
+from costmodels.memory.blocks import BlockMemory
+from costmodels.memory.estimate import stage_memory
+from costmodels.memory.moments import Moment
+from costmodels.memory.stages import StageMemory
 from costmodels.model import ModelSpec
-from costmodels.moments import Moment
-from costmodels.stage_costs import BlockSeconds, StageCosts
-from costmodels.stage_memory import StageMemory
+from costmodels.time.estimate import stage_costs
+from costmodels.time.layouts import LayoutCosts
+from costmodels.time.stage_costs import BlockSeconds, StageCosts
 from costmodels.units import KIB
 from planner.search.stage_problem import NANOSECONDS, ScoredProblem, StageProblem
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from costmodels.job import TrainingJob
 from costmodels.layout import ContextParallelType, Layout
 from costmodels.model import ModelSpec
-from costmodels.shard import padded_rows
+from costmodels.network.shard import padded_rows
 from runtime.communication.grid import coordinates
 
 

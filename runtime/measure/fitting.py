@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from costmodels.compiled import collectives, compute
 from costmodels.least_squares import Fit, Unknown, fit
-from costmodels.profile_toml import own_constants
+from costmodels.profiles.reader import own_constants
 from runtime.measure.samples import Sample
 
 Vector = NDArray[np.float64]

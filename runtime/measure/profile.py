@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 
 from costmodels.hardware import HardwareProfile
 from costmodels.layout import Layout
-from costmodels.profile_schema import MACHINE_KEYS, Entry
-from costmodels.profile_toml import profile_entries, profile_from_entries
+from costmodels.profiles.reader import profile_entries, profile_from_entries
+from costmodels.profiles.schema import MACHINE_KEYS, Entry
 from costmodels.units import GIB
 from runtime.communication.cores import available_cores
 from runtime.communication.mesh import World

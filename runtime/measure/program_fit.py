@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Calibration, HardwareProfile, make_cluster
-from costmodels.layout_costs import layout_costs
 from costmodels.layout_table import table_of
 from costmodels.least_squares import Unknown, fit
+from costmodels.time.estimate import estimate_time
+from costmodels.time.layouts import layout_costs
 from runtime.measure.fitting import Found
 from runtime.measure.samples import Sample
 from runtime.measure.steps import DECODERS, job_of, layout_of

@@ -7,7 +7,12 @@ twice.
 
 from dataclasses import dataclass
 
-from costmodels.block_costs import (
+from costmodels.hardware import Cluster
+from costmodels.job import TrainingJob
+from costmodels.layout import Layout, Recompute, Schedule
+from costmodels.layout_table import table_of
+from costmodels.model import ModelSpec
+from costmodels.time.blocks import (
     AXIS_OF_CAUSE,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -17,12 +22,7 @@ from costmodels.block_costs import (
     SELECTIVE,
     BlockCosts,
 )
-from costmodels.hardware import Cluster
-from costmodels.job import TrainingJob
-from costmodels.layout import Layout, Recompute, Schedule
-from costmodels.layout_costs import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
-from costmodels.layout_table import table_of
-from costmodels.model import ModelSpec
+from costmodels.time.layouts import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
 
 # Their backward is one action; the halves of a split one would need the unit's products.
 WHOLE_BACKWARD = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)

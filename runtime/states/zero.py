@@ -9,7 +9,7 @@ order on all ranks.
 import torch
 from torch import Tensor
 
-from costmodels.state_buckets import BUCKET_BYTES
+from costmodels.counts.buckets import BUCKET_BYTES
 from runtime.communication import collectives
 from runtime.communication.mesh import Mesh
 from runtime.program import Program

@@ -1,7 +1,7 @@
 """The actions of a step as the cost model has them: what a trace shows beside what was measured."""
 
 from costmodels.schedule import Interval
-from costmodels.stages import pipeline_times, step_intervals
+from costmodels.time.stages import pipeline_times, step_intervals
 from planner.plan import Plan
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.cli import main
 
 measuring = pytest.importorskip("runtime.measure.profile")

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.activations import layer_bytes
-from costmodels.head_activations import head_bytes
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import table_of
+from costmodels.memory.activations import layer_bytes
+from costmodels.memory.head import head_bytes
+from costmodels.memory.states import padded_vocab_size
 from costmodels.model import LatentAttention, LayerKind, MixtureOfExperts, ModelSpec
-from costmodels.states import padded_vocab_size
 
 DENSE = LayerKind(window=None, has_experts=False)
 ROUTED = LayerKind(window=None, has_experts=True)

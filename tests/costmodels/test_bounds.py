@@ -5,15 +5,15 @@ import random
 import numpy as np
 import pytest
 
-from costmodels.bounds import time_lower_bound
-from costmodels.estimate import estimate_time
+from costmodels.bounds.time import time_lower_bound
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule
 from costmodels.layout_table import table_of
 from costmodels.model import LatentAttention, MixtureOfExperts, ModelSpec
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from costmodels.schedule import PipelineShape, shape_refusals
+from costmodels.time.estimate import estimate_time
 
 DENSE = ModelSpec(
     name="dense",

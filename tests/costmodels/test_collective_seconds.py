@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.collective_costs import collective_seconds
 from costmodels.compiled import collectives
 from costmodels.job import TrainingJob
-from costmodels.placement import Tiers
-from costmodels.profile_toml import read_profile
-from costmodels.rates import rates_of
+from costmodels.profiles.reader import read_profile
+from costmodels.time.collectives import collective_seconds
+from costmodels.time.placement import Tiers
+from costmodels.time.rates import rates_of
 from costmodels.units import GB, GIB, US
 
 NVLINK = {

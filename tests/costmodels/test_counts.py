@@ -2,7 +2,7 @@
 
 import pytest
 
-from costmodels.counts import count_rank
+from costmodels.counts.ranks import count_rank
 from costmodels.job import Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec

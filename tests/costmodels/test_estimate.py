@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels import layout_costs
-from costmodels.estimate import estimate_time, stage_costs
 from costmodels.hardware import make_cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.overlap import overlap_of
 from costmodels.parameters import model_flops_per_token
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
+from costmodels.time import layouts as layout_costs
+from costmodels.time.estimate import estimate_time, stage_costs
+from costmodels.time.overlap import overlap_of
 from planner.presets import read_model
 
 LLAMA = read_model("llama-3.1-8b")

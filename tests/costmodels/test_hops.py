@@ -7,11 +7,11 @@ import pytest
 
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Schedule, split_layers
-from costmodels.layout_costs import layout_costs
 from costmodels.layout_table import table_of
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import make_cluster, read_profile
-from costmodels.stages import stage_hops
+from costmodels.profiles.reader import make_cluster, read_profile
+from costmodels.time.layouts import layout_costs
+from costmodels.time.stages import stage_hops
 
 MODEL = ModelSpec(
     name="sixteen",

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Offload, Recompute
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import estimate_time
 from planner.presets import read_model
 
 PROFILE = read_profile("h100-sxm-80gb")

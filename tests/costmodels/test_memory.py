@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels.framework_memory import cached_bytes, communicator_bytes
 from costmodels.hardware import make_cluster
 from costmodels.job import Optimizer, Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Offload, Recompute, Schedule
 from costmodels.layout_table import table_of
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
+from costmodels.memory.framework import cached_bytes, communicator_bytes
 from costmodels.model import MixtureOfExperts, ModelSpec
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from costmodels.terms import MemoryParts
 from costmodels.units import GIB
 

@@ -12,10 +12,10 @@ from costmodels.hardware import make_cluster
 from costmodels.job import Optimizer, Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.layout_table import table_of
-from costmodels.memory import estimate_memory, memory_lower_bound, stage_memory
+from costmodels.memory.estimate import estimate_memory, memory_lower_bound, stage_memory
+from costmodels.memory.moments import Moment
 from costmodels.model import MixtureOfExperts, ModelSpec
-from costmodels.moments import Moment
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 
 PROFILE = read_profile("h100-sxm-80gb")
 DENSE = ModelSpec(

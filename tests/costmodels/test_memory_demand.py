@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Offload, Recompute, Schedule, split_layers
-from costmodels.memory import blocks_of_layout, estimate_memory, memory_demand
+from costmodels.memory.estimate import blocks_of_layout, estimate_memory, memory_demand
+from costmodels.memory.ranks import telling_ranks
 from costmodels.model import MixtureOfExperts, ModelSpec
-from costmodels.profile_toml import read_profile
-from costmodels.rank_memory import telling_ranks
+from costmodels.profiles.reader import read_profile
 
 PROFILE = read_profile("h100-sxm-80gb")
 DENSE = ModelSpec(

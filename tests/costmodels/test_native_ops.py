@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.estimate import estimate_time, stage_costs
 from costmodels.hardware import make_cluster
 from costmodels.job import Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.model import ModelSpec
-from costmodels.ops import skipped_by_recompute
-from costmodels.profile_toml import read_profile
-from costmodels.shard import shard_of
-from costmodels.workload import build_workload
+from costmodels.network.ops import skipped_by_recompute
+from costmodels.network.shard import shard_of
+from costmodels.network.workload import build_workload
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import estimate_time, stage_costs
 
 MODEL = ModelSpec(
     name="by-hand",

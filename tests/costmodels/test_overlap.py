@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodels.overlap import passes_beside
+from costmodels.time.overlap import passes_beside
 
 degrees = st.integers(1, 16)
 

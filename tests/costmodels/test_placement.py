@@ -6,8 +6,8 @@ import pytest
 
 from costmodels.hardware import make_cluster
 from costmodels.layout import Layout
-from costmodels.placement import place
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
+from costmodels.time.placement import place
 
 H100 = read_profile("h100-sxm-80gb")
 GB200 = read_profile("gb200-nvl72")

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 import hardware_profiles
 from costmodels.hardware import Provenance
-from costmodels.profile_toml import (
+from costmodels.profiles.reader import (
     generation_constants,
     profile_from_toml,
     profile_names,
     read_profile,
 )
-from costmodels.profile_writer import profile_to_toml
+from costmodels.profiles.writer import profile_to_toml
 from costmodels.units import GIB
 
 BARE = """

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from small_worlds import llama_8b, mixtral
 
+from costmodels.bounds.put_off import put_off
 from costmodels.hardware import make_cluster
 from costmodels.job import Switches, Target, TrainingJob
 from costmodels.layout import Layout, Offload, Recompute, Schedule, split_layers
 from costmodels.layout_table import table_of
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
 from costmodels.model import MixtureOfExperts
-from costmodels.profile_toml import read_profile
-from costmodels.put_off_bound import put_off
+from costmodels.profiles.reader import read_profile
 from costmodels.schedule import PipelineShape, shape_refusals
 
 CLUSTER = make_cluster(read_profile("h100-sxm-80gb"), 64)

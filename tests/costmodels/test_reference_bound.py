@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from small_worlds import llama_8b, mixtral
 
-from costmodels.estimate import step_seconds
+from costmodels.bounds.reference import reference_bound, reference_of
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.layout_costs import layout_costs
 from costmodels.layout_table import table_of
 from costmodels.model import MixtureOfExperts
-from costmodels.profile_toml import read_profile
-from costmodels.reference_bound import reference_bound, reference_of
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import step_seconds
+from costmodels.time.layouts import layout_costs
 
 H100 = read_profile("h100-sxm-80gb")
 DENSE = llama_8b(num_layers=24)

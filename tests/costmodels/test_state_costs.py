@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from costmodels.collective_costs import collective_seconds
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout
 from costmodels.layout_table import table_of
 from costmodels.model import LayerKind, ModelSpec
-from costmodels.placement import place
-from costmodels.profile_toml import read_profile
-from costmodels.rank_weights import layer_weights
-from costmodels.rates import rates_of
-from costmodels.state_costs import block_gathers, state_costs
+from costmodels.profiles.reader import read_profile
+from costmodels.time.collectives import collective_seconds
+from costmodels.time.placement import place
+from costmodels.time.rank_weights import layer_weights
+from costmodels.time.rates import rates_of
+from costmodels.time.states import block_gathers, state_costs
 
 RANKS = 256
 CLUSTER = make_cluster(read_profile("h100-sxm-80gb"), RANKS)

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from costmodels.job import Optimizer, Precision, Target, TrainingJob
 from costmodels.layout import Layout, Offload
 from costmodels.layout_table import table_of
-from costmodels.model import LayerKind, MixtureOfExperts, ModelSpec
-from costmodels.parameters import layer_parameters
-from costmodels.states import (
+from costmodels.memory.states import (
     bytes_per_weight,
     embedding_states,
     head_states,
@@ -20,6 +18,8 @@ from costmodels.states import (
     padded_vocab_size,
     reduced_bytes,
 )
+from costmodels.model import LayerKind, MixtureOfExperts, ModelSpec
+from costmodels.parameters import layer_parameters
 
 DENSE = LayerKind(window=None, has_experts=False)
 ROUTED = LayerKind(window=None, has_experts=True)

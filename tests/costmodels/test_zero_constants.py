@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Calibration
 from costmodels.job import Precision, Switches, TrainingJob
 from costmodels.layout import Layout, Offload
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
+from costmodels.time.estimate import estimate_time
 from planner.presets import read_model
 
 BLACKWELL = read_profile("b200-sxm-180gb")

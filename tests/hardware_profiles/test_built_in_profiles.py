@@ -7,9 +7,9 @@ import pytest
 import hardware_profiles
 from costmodels.hardware import make_cluster, usable_memory
 from costmodels.job import Target, TrainingJob
-from costmodels.profile_schema import MACHINE_KEYS, STATED, TEXTS
-from costmodels.profile_toml import generation_constants, read_profile
-from costmodels.rates import rates_of
+from costmodels.profiles.reader import generation_constants, read_profile
+from costmodels.profiles.schema import MACHINE_KEYS, STATED, TEXTS
+from costmodels.time.rates import rates_of
 from costmodels.units import GB, GIB, TFLOP
 
 NAMES = hardware_profiles.profile_names()

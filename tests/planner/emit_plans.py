@@ -6,7 +6,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, split_layers
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
 from planner.emit import Emission
 from planner.presets import read_model
 

@@ -13,9 +13,9 @@ from costmodels.hardware import Cluster, make_cluster
 from costmodels.job import Optimizer, Target, TrainingJob
 from costmodels.layout import ContextParallelType, Layout, Offload, Recompute, Schedule
 from costmodels.layout_table import table_of
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
 from costmodels.model import MixtureOfExperts, ModelSpec
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.judge import Judgement, Verdict, judge, memory_verdict
 from planner.rules import legal_mask

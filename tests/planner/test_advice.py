@@ -7,7 +7,7 @@ import pytest
 
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Offload, Recompute, Schedule, split_layers
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
 from costmodels.units import GB
 from planner.cli import main
 from planner.constraints import Constraints

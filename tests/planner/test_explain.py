@@ -6,7 +6,6 @@ from math import lcm
 import pytest
 
 from costmodels.compiled import collectives, compute
-from costmodels.estimate import estimate_time
 from costmodels.job import TrainingJob
 from costmodels.layout import (
     ContextParallelType,
@@ -16,7 +15,8 @@ from costmodels.layout import (
     Schedule,
     split_layers,
 )
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
+from costmodels.time.estimate import estimate_time
 from costmodels.units import GB
 from planner.constraints import FREE, applicable
 from planner.contract import judgement_json

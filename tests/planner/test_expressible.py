@@ -10,7 +10,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import Optimizer, Precision, Switches, Target, TrainingJob
 from costmodels.layout import Layout, split_layers
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
 from planner.cli import main
 from planner.constraints import FREE, Constraints, applicable
 from planner.emit import CannotExpress, IllegalPlanError, emit

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.estimate import estimate_time
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Offload
-from costmodels.memory import estimate_memory
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.memory.estimate import estimate_memory
+from costmodels.profiles.reader import make_cluster, read_profile
+from costmodels.time.estimate import estimate_time
 from planner.constraints import Constraints
 from planner.presets import read_model
 from planner.rules import violations

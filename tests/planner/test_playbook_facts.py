@@ -13,10 +13,10 @@ import pytest
 from costmodels.hardware import Cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.memory import stage_memory
+from costmodels.memory.estimate import stage_memory
 from costmodels.model import ModelSpec
 from costmodels.parameters import num_parameters
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
 from costmodels.schedule import StageDurations
 from costmodels.schedule.steady import simulate_schedule
 from costmodels.units import GIB

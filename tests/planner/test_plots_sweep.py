@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import make_cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import estimate_time
 from planner.cli import main
 from planner.measured.runs import MeasuredRun
 from planner.measured.sweeps import (

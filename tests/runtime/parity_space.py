@@ -13,7 +13,7 @@ from parity_cases import ALL, JOB
 
 from costmodels.hardware import Cluster
 from costmodels.layout import Recompute, split_layers
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.search.space import legal_table, space_of
 

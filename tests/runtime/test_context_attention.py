@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from costmodels.job import TrainingJob
 from costmodels.layout import ContextParallelType, Layout
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
 from planner.rules import violations
 from runtime.context import context_positions, context_share
 from runtime.launch import run_ranks

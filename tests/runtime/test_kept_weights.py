@@ -3,11 +3,11 @@
 import pytest
 from parity_cases import JOB, MODELS, check, dtype_of, lowered
 
-from costmodels.counts import count_rank
+from costmodels.counts.ranks import count_rank
 from costmodels.hardware import make_cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.plan import Plan, SolverStatus
 from planner.presets import read_model
 from runtime.dry_run.run import dry_run

@@ -8,8 +8,8 @@ import pytest
 from costmodels.hardware import make_cluster
 from costmodels.job import Optimizer, Switches, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule
-from costmodels.memory import estimate_memory
-from costmodels.profile_toml import read_profile
+from costmodels.memory.estimate import estimate_memory
+from costmodels.profiles.reader import read_profile
 from planner.presets import read_model
 from runtime.dry_run.run import dry_run
 

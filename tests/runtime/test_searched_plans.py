@@ -11,7 +11,7 @@ from costmodels.hardware import make_cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import ContextParallelType
 from costmodels.model import MixtureOfExperts, ModelSpec
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.search.ranking import search
 from runtime.capture.export import capture

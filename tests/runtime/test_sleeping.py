@@ -7,10 +7,10 @@ import lowering_models as small
 import pytest
 import torch
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import Cluster
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import estimate_time
 from runtime.dry_run.trackers import Tracker
 from runtime.executor import Executor
 from runtime.launch import run_ranks

@@ -8,12 +8,12 @@ import lowering_models as small
 import pytest
 import torch
 
-from costmodels.estimate import estimate_time
 from costmodels.hardware import make_cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import estimate_time
 from planner.plan import Plan, SolverStatus
 from runtime.communication.grid import coordinates
 from runtime.communication.pending import Pending

@@ -16,7 +16,7 @@ from costmodels.hardware import make_cluster
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Layout, split_layers
 from costmodels.model import ModelSpec
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.emit.native import emit_native
 from planner.plan import Plan, SolverStatus
 from runtime.training.metrics import FINISHED, UNFINISHED

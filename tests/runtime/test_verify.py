@@ -6,10 +6,10 @@ import lowering_models as small
 import pytest
 import torch
 
-from costmodels.counts import count_rank
+from costmodels.counts.ranks import count_rank
 from costmodels.hardware import make_cluster
 from costmodels.layout import Layout, Recompute, Schedule
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from costmodels.schedule import PipelineShape, shape_refusals, table_from_strings
 from planner.plan import Plan, SolverStatus
 from runtime.dry_run import run as dry

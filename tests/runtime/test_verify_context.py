@@ -3,7 +3,7 @@
 import lowering_models as small
 import pytest
 
-from costmodels.counts import count_rank
+from costmodels.counts.ranks import count_rank
 from costmodels.layout import ContextParallelType, Layout, Recompute
 from runtime.dry_run import run as dry
 from runtime.dry_run.trackers import Message

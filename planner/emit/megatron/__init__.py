@@ -7,7 +7,7 @@ from costmodels.hardware import Cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout
 from costmodels.model import ModelSpec
-from costmodels.shard import padded_rows
+from costmodels.network.shard import padded_rows
 from planner.emit.emission import CannotExpress, Emission, Variable
 from planner.emit.launch import Options, command_of, launch_files, torchrun
 from planner.emit.megatron.memory import memory_options, optimizer_options

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from costmodels.estimate import estimate_time
-from costmodels.profile_toml import profile_from_toml, read_profile
-from costmodels.profile_writer import profile_to_toml
+from costmodels.profiles.reader import profile_from_toml, read_profile
+from costmodels.profiles.writer import profile_to_toml
+from costmodels.time.estimate import estimate_time
 from planner.measured.fit import read_samples
 from planner.measured.fit_profile import fit_profile
 

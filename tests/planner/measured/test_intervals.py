@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from costmodels.memory import reserved_interval
+from costmodels.memory.estimate import reserved_interval
 from costmodels.units import GIB
 from planner.measured.errors import scored
 from planner.measured.rows import interpret

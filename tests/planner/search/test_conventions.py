@@ -5,7 +5,7 @@ from small_worlds import llama_8b
 from costmodels.hardware import make_cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Offload
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.search.space import legal_table, space_of
 

@@ -11,12 +11,12 @@ from itertools import islice, pairwise
 import pytest
 from random_problems import cuts, layouts, random_problem
 
-from costmodels.estimate import step_seconds
 from costmodels.hardware import make_cluster
 from costmodels.layout import Recompute
-from costmodels.layout_costs import layout_costs
 from costmodels.layout_table import table_of
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import step_seconds
+from costmodels.time.layouts import layout_costs
 from planner.rules import legal_mask
 
 LAYOUTS_PER_PROBLEM = 12

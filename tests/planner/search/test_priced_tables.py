@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from random_problems import layouts, random_problem
 
-from costmodels.estimate import estimate_time
 from costmodels.layout_table import table_of
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
+from costmodels.time.estimate import estimate_time
 from planner.rules import legal_mask
 from planner.search.priced import PricedTable
 

@@ -8,7 +8,7 @@ import pytest
 
 from costmodels.job import TrainingJob
 from costmodels.layout import split_layers
-from costmodels.profile_toml import make_cluster, read_profile
+from costmodels.profiles.reader import make_cluster, read_profile
 from planner.constraints import Constraints
 from planner.judge import Verdict, judge
 from planner.presets import read_model

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from small_worlds import llama_8b, mixtral
 
-from costmodels.estimate import estimate_time
-from costmodels.framework_memory import decisive_fraction
+from costmodels.bounds.split import split_bound
 from costmodels.hardware import make_cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import table_of
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
+from costmodels.memory.framework import decisive_fraction
+from costmodels.memory.transients import MANY_LAYERS
 from costmodels.model import MixtureOfExperts
-from costmodels.profile_toml import read_profile
-from costmodels.split_bound import split_bound
-from costmodels.transients import MANY_LAYERS
+from costmodels.profiles.reader import read_profile
+from costmodels.time.estimate import estimate_time
 from costmodels.units import KIB
 from planner.search.priced import PricedLayout
 from planner.search.stage_problem import SPLIT_SCHEDULES

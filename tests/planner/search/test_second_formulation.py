@@ -16,10 +16,10 @@ import pytest
 from ortools.sat.python import cp_model
 from random_problems import cuts, even, layouts, random_problem, seconds
 
-from costmodels.estimate import estimate_time
 from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import table_of
-from costmodels.memory import estimate_memory
+from costmodels.memory.estimate import estimate_memory
+from costmodels.time.estimate import estimate_time
 from planner.judge import SAFE_FRACTION, Verdict, memory_verdict
 from planner.rules import legal_mask
 from planner.search.ranking import search

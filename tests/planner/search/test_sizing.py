@@ -6,7 +6,7 @@ from small_worlds import llama_8b, model
 from costmodels.hardware import make_cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Recompute
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.judge import SAFE_FRACTION
 from planner.search.fewest import _doubling, fewest_gpus, first_fit

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from costmodels.hardware import usable_memory
-from costmodels.profile_toml import profile_from_toml, read_profile
-from costmodels.profile_writer import profile_to_toml
+from costmodels.profiles.reader import profile_from_toml, read_profile
+from costmodels.profiles.writer import profile_to_toml
 from costmodels.units import GIB
 from runtime.launch import run_ranks
 from runtime.measure import kernels, profile, program_fit, steps, transfers

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from costmodels.profile_toml import read_profile
+from costmodels.profiles.reader import read_profile
 from runtime.launch import run_ranks
 from runtime.measure import steps
 from runtime.measure.program_fit import (

@@ -1,0 +1,1 @@
+"""What a rank executes and sends in a step, in whole numbers: `planner verify` compares."""

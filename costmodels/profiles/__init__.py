@@ -1,0 +1,1 @@
+"""Hardware profiles as files: their keys, reading and writing."""

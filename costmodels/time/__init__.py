@@ -1,0 +1,1 @@
+"""Seconds of a step: ops priced, blocks summed to stages, stages run as a pipeline."""
