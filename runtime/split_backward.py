@@ -114,8 +114,36 @@ def split_linear(
     """Return x weight^T + bias; its backward can put the weight's gradient off."""
     if not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
-    apply = cast("Callable[..., Tensor]", _SplitLinear.apply)
-    return apply(x, weight, bias, get_gradient_edge(weight), put_off)
+    keep = cast("Callable[..., tuple[Tensor, Any]]", _Operands.apply)
+    multiply = cast("Callable[..., Tensor]", _SplitLinear.apply)
+    same_x, operands = keep(x, weight)
+    return multiply(same_x, weight, bias, operands, get_gradient_edge(weight), put_off)
+
+
+class _Operands(torch.autograd.Function):
+    """Keep what backward needs before the product is computed, as torch's own layers do.
+
+    A function's tensors are kept when its forward is over. Recomputation of a layer stops as soon
+    as it has all that was kept, so that it would compute the last product for nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  (autograd contexts take any attribute)
+        x: Tensor,
+        weight: Tensor,
+    ) -> tuple[Tensor, Any]:
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x), ctx
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401  (autograd contexts take any attribute)
+        gradient: Tensor,
+        nothing: None,
+    ) -> tuple[Tensor, None]:
+        del ctx, nothing
+        return gradient, None
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -125,11 +153,11 @@ class _SplitLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        operands: Any,  # noqa: ANN401  (the context that keeps x and the weight)
         edge: GradientEdge,
         put_off: WeightGradients,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.place = (edge, put_off)
+        ctx.place = (operands, edge, put_off)
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -137,11 +165,12 @@ class _SplitLinear(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401  (autograd contexts take any attribute)
         gradient: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        edge, put_off = ctx.place
+        operands, edge, put_off = ctx.place
+        x, weight = operands.saved_tensors
         # Of the values alone: with its history, an input would keep the stage's graph, and so the
         # gradient of the stage's input, until the product is computed.
         product = _Product(weight=edge, gradient=gradient, source=x.detach())
         of_x = gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return of_x, None if put_off.take(product) else product.value(), of_bias, None, None
+        of_weight = None if put_off.take(product) else product.value()
+        return of_x, of_weight, of_bias, None, None, None

@@ -58,6 +58,25 @@ LAYOUTS = {
         schedule=Schedule.INTERLEAVED,
         layers_per_stage=(1, 1, 1, 1),
     ),
+    # Recomputation ends before the last product of a layer, also where weights' gradients wait.
+    "zero-bubble-full": layout(
+        pipeline_parallel=2,
+        schedule=Schedule.ZERO_BUBBLE,
+        layers_per_stage=(1, 3),
+        recompute=Recompute.FULL,
+        recompute_layers=2,
+    ),
+    **{
+        f"{schedule}-full": layout(
+            pipeline_parallel=2,
+            stages_per_rank=2,
+            schedule=schedule,
+            layers_per_stage=(1, 1, 1, 1),
+            recompute=Recompute.FULL,
+            num_micro_batches=8,
+        )
+        for schedule in (Schedule.ZBV, Schedule.DUALPIPEV)
+    },
     "all": layout(
         tensor_parallel=2,
         sequence_parallel=True,
