@@ -30,11 +30,11 @@ from costmodels.memory.framework import (
     growth_with_room,
 )
 from costmodels.memory.moments import rank_moments
+from costmodels.memory.rank_blocks import blocks_of_rank, kept_by_stage
 from costmodels.memory.ranks import fullest_moment, telling_ranks
 from costmodels.memory.stages import EndMemory, LayerMemory, StageMemory
 from costmodels.memory.transients import MANY_LAYERS
 from costmodels.model import ModelSpec
-from costmodels.rank_blocks import blocks_of_rank, kept_by_stage
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryEstimate, MemoryParts
 
