@@ -29,7 +29,9 @@ class Target(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """Optimizers, by what they keep of each weight beside a 16-bit one (`states.OPTIMIZER_BYTES`).
+    """Optimizers, by what they keep of each weight beside a 16-bit one.
+
+    In bytes: `memory.weight_bytes.OPTIMIZER_BYTES`.
 
     `adamw` has an fp32 master weight and two fp32 moments, `adamw-bf16` two bf16 moments and no
     master, `adamw-8bit` an fp32 master and two 8-bit moments, `sgd` nothing.

@@ -9,8 +9,8 @@ import numpy as np
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
-from costmodels.memory.states import padded_vocab_size
 from costmodels.model import ModelSpec
+from costmodels.network.shard import padded_rows
 from costmodels.parameters import num_active_parameters, num_parameters
 from costmodels.terms import MemoryEstimate, MemoryParts, TimeEstimate
 from costmodels.units import GIB, TFLOP
@@ -41,7 +41,7 @@ def judgement_json(
             "num_parameters": num_parameters(model),
             "num_active_parameters": num_active_parameters(model),
             "padded_vocab_size": int(
-                padded_vocab_size(model, job, np.array(judgement.layout.tensor_parallel))
+                padded_rows(model, job.target, np.array(judgement.layout.tensor_parallel))
             ),
         },
         "hardware": {

@@ -27,8 +27,9 @@ from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct, is_one_of
 from costmodels.memory.blocks import BlockMemory, block_memory
 from costmodels.memory.framework import context_bytes, growth
-from costmodels.memory.states import BlockStates, copies_at_step
+from costmodels.memory.states import BlockStates
 from costmodels.memory.transients import MANY_LAYERS
+from costmodels.memory.weight_bytes import copies_at_step
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
 from costmodels.targets import BEHAVIOURS

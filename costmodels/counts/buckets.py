@@ -14,7 +14,8 @@ from enum import IntEnum
 
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Offload
-from costmodels.memory.states import ZERO_2, bytes_per_weight
+from costmodels.memory.states import ZERO_2
+from costmodels.memory.weight_bytes import bytes_per_weight
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.network.shard import padded_rows
 from costmodels.parameters import head_parameters, layer_parameters

@@ -10,7 +10,8 @@ from collections import Counter
 from costmodels.counts.buckets import Share, StateBucket, expert_ranks, state_buckets
 from costmodels.job import TrainingJob
 from costmodels.layout import Layout
-from costmodels.memory.states import ZERO_2, ZERO_3, BytesPerWeight, bytes_per_weight
+from costmodels.memory.states import ZERO_2, ZERO_3
+from costmodels.memory.weight_bytes import BytesPerWeight, bytes_per_weight
 from costmodels.model import ModelSpec
 
 

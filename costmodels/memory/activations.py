@@ -13,7 +13,7 @@ from costmodels.compiled.activations import LayerActivations, layer_activations
 from costmodels.job import Precision, TrainingJob
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable
-from costmodels.memory.states import LOW_PRECISIONS
+from costmodels.memory.weight_bytes import LOW_PRECISIONS
 from costmodels.model import LayerKind, ModelSpec
 from costmodels.network.attention import attention_kernel
 from costmodels.targets import BEHAVIOURS, FrameworkBehaviour

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
 from costmodels.memory.activations import element_bytes, tokens_per_rank
-from costmodels.memory.states import padded_vocab_size
 from costmodels.model import ModelSpec
+from costmodels.network.shard import padded_rows
 from costmodels.targets import BEHAVIOURS, fuses_loss, works_on_whole_logits
 
 Column = NDArray[np.float64]
@@ -50,7 +50,7 @@ def head_bytes(model: ModelSpec, job: TrainingJob, table: LayoutTable) -> HeadBy
     shards = np.where(table.sequence_parallel == 1, table.tensor_parallel, 1)
     stream = element_bytes(job) * tokens * model.hidden_size / shards
     vocab_shards = 1 if works_on_whole_logits(job) else table.tensor_parallel
-    vocab = padded_vocab_size(model, job, table.tensor_parallel) / vocab_shards
+    vocab = padded_rows(model, job.target, table.tensor_parallel) / vocab_shards
     fused = fuses_loss(job)
     per_logit = np.full(
         len(table), behaviour.fused_logit_peak_bytes if fused else behaviour.logit_peak_bytes

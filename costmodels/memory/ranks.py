@@ -25,7 +25,8 @@ from costmodels.layout import Layout, Recompute
 from costmodels.memory.blocks import BlockMemory
 from costmodels.memory.moments import Moment, covered_by_the_one_before
 from costmodels.memory.rank_blocks import Kept, blocks_of_rank, kept_by_stage, layers_by_kind
-from costmodels.memory.states import BlockStates, copies_at_step
+from costmodels.memory.states import BlockStates
+from costmodels.memory.weight_bytes import copies_at_step
 from costmodels.model import ModelSpec
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryParts

@@ -1,9 +1,5 @@
 """Seconds of every block in every phase, by cause: ops priced with the compiled formulas.
 
-Phases: forward, backward_input (torch's I), backward_weight (W), recompute (what running the whole
-forward again adds) and selective (the same for the modules that the job recomputes). Causes are
-the names of terms. Everything is an array over rows, one row per shard; one layout is one row.
-
 Products are priced in one stacked call, so a block costs the same few numpy calls however many
 ops it has.
 """
@@ -11,7 +7,6 @@ ops it has.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodels.compiled import compute
 from costmodels.compiled.compute import Value
@@ -22,8 +17,6 @@ from costmodels.network.ops import (
     Collective,
     Gemm,
     MemoryPass,
-    Op,
-    skipped_by_recompute,
 )
 from costmodels.network.workload import Workload
 from costmodels.time.collectives import (
@@ -34,25 +27,16 @@ from costmodels.time.collectives import (
     price_collective,
 )
 from costmodels.time.rates import Rates
-
-Seconds = NDArray[np.float64]
-
-FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE, SELECTIVE = range(5)
-NUM_PHASES = 5
-CAUSES = (
-    "matmul",
-    "attention",
-    "memory_bound",
-    "launch",
-    "loss",
-    "tp_collectives",
-    "cp_attention",
-    "ep_dispatch",
+from costmodels.time.tally import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    BlockCosts,
+    Seconds,
+    Tally,
 )
+
 AXIS_OF_CAUSE = {"tp_collectives": "tp", "cp_attention": "cp", "ep_dispatch": "ep"}
 _CAUSE_OF_AXIS = {axis: cause for cause, axis in AXIS_OF_CAUSE.items()}
-_INDEX = {cause: i for i, cause in enumerate(CAUSES)}
-
 # Attention runs five products backward where it ran two forward: it makes the scores once more.
 # Source: arXiv:2205.14135, algorithm 4.
 _ATTENTION_BACKWARD = 2.5
@@ -64,26 +48,6 @@ _LINE_ELEMENTS = 64  # 16-bit elements of a 128-byte line
 # fp32 gradients are read, added to and written once per micro-batch; products in fp32 leave theirs
 # in memory first, where narrower ones are read by the kernel that adds.
 _ACCUMULATE_BYTES = {2: 8, 4: 12}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCosts:
-    """Seconds of blocks: arrays of shape [phases, causes, rows].
-
-    Attributes:
-        exposed: What the phase takes; nothing hides it.
-        alone: Communication by itself; equal to `exposed` for local work.
-
-    """
-
-    exposed: Seconds
-    alone: Seconds
-
-    @property
-    def total(self) -> Seconds:
-        """Seconds of each phase: [phases, rows]."""
-        total: Seconds = self.exposed.sum(axis=1)
-        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,54 +125,8 @@ def _alignment(op: Gemm, rates: Rates) -> Value:
     return np.where(misaligned, rates.misaligned, 1.0)
 
 
-class _Tally:
-    """Seconds of one block while its ops are priced."""
-
-    def __init__(self, block: Block, pricing: Pricing) -> None:
-        shape = (NUM_PHASES, len(CAUSES), pricing.num_rows)
-        self.exposed = np.zeros(shape)
-        self.alone = np.zeros(shape)
-        self.waits = np.zeros((NUM_PHASES, 1))
-        self.kernels = np.zeros((NUM_PHASES, pricing.num_rows))
-        self.modules = dict(pricing.recompute_modules)
-        self.skipped = skipped_by_recompute(block) if pricing.stops_early else frozenset()
-
-    def add(
-        self, phase: int, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
-    ) -> None:
-        """Add seconds to a phase."""
-        self.exposed[phase, _INDEX[cause]] += exposed
-        self.alone[phase, _INDEX[cause]] += exposed if alone is None else alone
-        self.kernels[phase] += kernels
-
-    def add_forward(
-        self, op: Op, cause: str, exposed: Value, kernels: Value = 1, *, alone: Value = None
-    ) -> None:
-        """Add forward seconds, and what running the op again costs."""
-        self.add(FORWARD, cause, exposed, kernels, alone=alone)
-        if op.name not in self.skipped:
-            self.add(RECOMPUTE, cause, exposed, kernels, alone=alone)
-        share = self.modules.get(op.module, 0.0)
-        if share:
-            self.exposed[SELECTIVE, _INDEX[cause]] += share * exposed
-            self.alone[SELECTIVE, _INDEX[cause]] += share * (exposed if alone is None else alone)
-            self.kernels[SELECTIVE] += share * kernels
-
-    def wait_for_device(self, seconds: float) -> None:
-        """Let the host read a result of the device in forward, and when that runs again."""
-        self.waits[[FORWARD, RECOMPUTE]] += seconds
-
-    def finish(self, host_launch: float) -> BlockCosts:
-        """Add what waiting for the host's launches costs, and return the block's costs."""
-        waiting = self.kernels * host_launch + self.waits - self.exposed.sum(axis=1)
-        waiting = np.maximum(waiting, 0.0)
-        self.exposed[:, _INDEX["launch"]] += waiting
-        self.alone[:, _INDEX["launch"]] += waiting
-        return BlockCosts(exposed=self.exposed, alone=self.alone)
-
-
 def _price_block(block: Block, gemms: dict[int, Seconds], pricing: Pricing) -> BlockCosts:
-    tally = _Tally(block, pricing)
+    tally = Tally(block, pricing)
     by_name = {op.name: gemms[id(op)] for op in block.ops if isinstance(op, Gemm)}
     attention = np.zeros((2, pricing.num_rows))
     for op in block.ops:
@@ -226,7 +144,7 @@ def _price_block(block: Block, gemms: dict[int, Seconds], pricing: Pricing) -> B
     return tally.finish(pricing.rates.host_launch)
 
 
-def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally, rates: Rates) -> None:
+def _add_collective(op: Collective, ways: BothWays | None, tally: Tally, rates: Rates) -> None:
     if ways is None:
         return
     cause = _CAUSE_OF_AXIS[op.axis]
@@ -237,7 +155,7 @@ def _add_collective(op: Collective, ways: BothWays | None, tally: _Tally, rates:
     tally.add(BACKWARD_INPUT, cause, ways.exposed[1], launches[1], alone=ways.alone[1])
 
 
-def _price_gemm(op: Gemm, seconds: Seconds, tally: _Tally, pricing: Pricing) -> None:
+def _price_gemm(op: Gemm, seconds: Seconds, tally: Tally, pricing: Pricing) -> None:
     rates = pricing.rates
     forward, to_input, to_weight = seconds
     cause = "matmul" if op.module != "core_attn" else "attention"
@@ -273,7 +191,7 @@ def _moved_seconds(moved: Value, kernels: int, rates: Rates) -> Value:
     ).seconds
 
 
-def _price_pass(op: MemoryPass, tally: _Tally, rates: Rates) -> None:
+def _price_pass(op: MemoryPass, tally: Tally, rates: Rates) -> None:
     if op.host_waits:
         tally.wait_for_device(rates.host_sync)
     forward = _moved_seconds(op.forward, op.forward_kernels, rates)
@@ -282,7 +200,7 @@ def _price_pass(op: MemoryPass, tally: _Tally, rates: Rates) -> None:
     tally.add(BACKWARD_INPUT, op.cause, backward, op.backward_kernels)
 
 
-def _price_attention(op: Attention, tally: _Tally, rates: Rates) -> Seconds:
+def _price_attention(op: Attention, tally: Tally, rates: Rates) -> Seconds:
     common = {
         "length": op.length,
         "length_fill": rates.length_fill,

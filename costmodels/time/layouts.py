@@ -19,16 +19,7 @@ from costmodels.model import LayerKind, ModelSpec
 from costmodels.network.shard import shards_of
 from costmodels.network.workload import build_workload
 from costmodels.rows import take_rows
-from costmodels.time.blocks import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECOMPUTE,
-    SELECTIVE,
-    BlockCosts,
-    WorkloadCosts,
-    price_workload,
-)
+from costmodels.time.blocks import WorkloadCosts, price_workload
 from costmodels.time.collectives import Pricing, exposed_seconds
 from costmodels.time.hops import Hops, pipeline_hops
 from costmodels.time.host_transfers import seconds_to_host
@@ -38,6 +29,14 @@ from costmodels.time.rank_weights import RankWeights, embedding_weights, head_we
 from costmodels.time.rates import Rates, rates_of
 from costmodels.time.recompute_modules import module_shares
 from costmodels.time.states import BlockGathers, StateCosts, block_gathers, state_costs
+from costmodels.time.tally import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECOMPUTE,
+    SELECTIVE,
+    BlockCosts,
+)
 
 Seconds = NDArray[np.float64]
 

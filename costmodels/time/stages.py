@@ -19,10 +19,10 @@ from costmodels.schedule import (
     simulate_schedule,
     timeline,
 )
-from costmodels.time.blocks import BlockCosts
 from costmodels.time.collectives import exposed_seconds
 from costmodels.time.layouts import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
 from costmodels.time.overlap import Overlap, passes_beside, sends_hold_rank
+from costmodels.time.tally import BlockCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from costmodels.compiled import step
 from costmodels.job import Optimizer, Target, TrainingJob
 from costmodels.layout_table import LayoutTable
-from costmodels.memory.states import ZERO_2, ZERO_3, bytes_per_weight, reduced_bytes
+from costmodels.memory.states import ZERO_2, ZERO_3
+from costmodels.memory.weight_bytes import bytes_per_weight, reduced_bytes
 from costmodels.targets import BEHAVIOURS
 from costmodels.time.collectives import collective_seconds
 from costmodels.time.overlap import overlap_of

@@ -5,8 +5,9 @@ from numpy.typing import NDArray
 
 from costmodels.layout import Layout, Recompute
 from costmodels.terms import Term
-from costmodels.time.blocks import (
-    AXIS_OF_CAUSE,
+from costmodels.time.blocks import AXIS_OF_CAUSE
+from costmodels.time.stages import Pipeline, Rest, StageBlock, stage_seconds
+from costmodels.time.tally import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     CAUSES,
@@ -14,7 +15,6 @@ from costmodels.time.blocks import (
     RECOMPUTE,
     SELECTIVE,
 )
-from costmodels.time.stages import Pipeline, Rest, StageBlock, stage_seconds
 
 _COMMUNICATES = np.array([cause in AXIS_OF_CAUSE for cause in CAUSES])
 

@@ -32,7 +32,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import LayoutTable
 from costmodels.memory.estimate import estimate_memory
-from costmodels.memory.states import least_state_bytes
+from costmodels.memory.weight_bytes import least_state_bytes
 from costmodels.model import ModelSpec
 from costmodels.terms import MemoryEstimate
 from planner.constraints import Constraints

@@ -12,8 +12,9 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.layout_table import table_of
 from costmodels.model import ModelSpec
-from costmodels.time.blocks import (
-    AXIS_OF_CAUSE,
+from costmodels.time.blocks import AXIS_OF_CAUSE
+from costmodels.time.layouts import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
+from costmodels.time.tally import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     CAUSES,
@@ -22,7 +23,6 @@ from costmodels.time.blocks import (
     SELECTIVE,
     BlockCosts,
 )
-from costmodels.time.layouts import BlockTimes, LayoutCosts, layout_costs, rank_state_seconds
 
 # Their backward is one action; the halves of a split one would need the unit's products.
 WHOLE_BACKWARD = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)

@@ -12,8 +12,8 @@ from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import table_of
 from costmodels.memory.activations import layer_bytes
 from costmodels.memory.head import head_bytes
-from costmodels.memory.states import padded_vocab_size
 from costmodels.model import LatentAttention, LayerKind, MixtureOfExperts, ModelSpec
+from costmodels.network.shard import padded_rows
 
 DENSE = LayerKind(window=None, has_experts=False)
 ROUTED = LayerKind(window=None, has_experts=True)
@@ -218,7 +218,7 @@ def test_a_loss_of_torch_works_on_whole_rows_on_every_tensor_rank():
 )
 def test_the_loss_that_hugging_faces_models_bring_is_eager(target, bytes_per_logit):
     table = table_of([Layout(layers_per_stage=(80,))])
-    logits = 4096 * padded_vocab_size(LLAMA_70B, job(target), np.array([1]))[0]
+    logits = 4096 * padded_rows(LLAMA_70B, job(target).target, np.array([1]))[0]
     assert float(head_bytes(LLAMA_70B, job(target), table).peak[0]) == bytes_per_logit * logits
     fused = job(target, switches=Switches(fused_cross_entropy=True))
     assert float(head_bytes(LLAMA_70B, fused, table).peak[0]) <= 6 * logits

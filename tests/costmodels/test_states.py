@@ -10,15 +10,10 @@ from hypothesis import strategies as st
 from costmodels.job import Optimizer, Precision, Target, TrainingJob
 from costmodels.layout import Layout, Offload
 from costmodels.layout_table import table_of
-from costmodels.memory.states import (
-    bytes_per_weight,
-    embedding_states,
-    head_states,
-    layer_states,
-    padded_vocab_size,
-    reduced_bytes,
-)
+from costmodels.memory.states import embedding_states, head_states, layer_states
+from costmodels.memory.weight_bytes import bytes_per_weight, reduced_bytes
 from costmodels.model import LayerKind, MixtureOfExperts, ModelSpec
+from costmodels.network.shard import padded_rows
 from costmodels.parameters import layer_parameters
 
 DENSE = LayerKind(window=None, has_experts=False)
@@ -178,7 +173,7 @@ def test_key_value_heads_are_copied_when_the_tensor_axis_is_longer():
 def test_megatron_pads_the_vocabulary_to_128_per_tensor_rank():
     ranks = np.array([4, 8])
     spec = replace(LLAMA, vocab_size=151_669)
-    assert padded_vocab_size(spec, job(target=Target.MEGATRON), ranks).tolist() == [
+    assert padded_rows(spec, Target.MEGATRON, ranks).tolist() == [
         152_064,
         152_576,
     ]

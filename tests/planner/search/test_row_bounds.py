@@ -9,7 +9,7 @@ from random_problems import layouts, random_problem
 
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, table_of
-from costmodels.memory.states import least_state_bytes
+from costmodels.memory.weight_bytes import least_state_bytes
 from planner.rules import legal_mask
 from planner.search.costs import ModelCosts
 from planner.search.references import References
