@@ -90,7 +90,7 @@ def cached_bytes(
     if _expands(job):
         return 0.0
     constants = cluster.profile.calibration
-    wanted = constants["cached_fraction"] * coming_and_going + step
+    wanted = _cached_fraction(job, cluster) * coming_and_going + step
     return min(wanted, constants["cached_share_of_room"] * max(room, 0.0))
 
 
@@ -115,8 +115,7 @@ def growth_with_room(job: TrainingJob, cluster: Cluster) -> float:
     A rank's fullest moment is the one that reserves most then, whatever room there is: only so
     does a bound of any moment at `growth` hold for what the fullest one reserves.
     """
-    cached = 0.0 if _expands(job) else cluster.profile.calibration["cached_fraction"]
-    return 1 + fragmentation_fraction(job, cluster) + cached
+    return 1 + fragmentation_fraction(job, cluster) + _cached_fraction(job, cluster)
 
 
 def decisive_fraction(job: TrainingJob, cluster: Cluster, limit: float) -> float:
@@ -130,9 +129,13 @@ def decisive_fraction(job: TrainingJob, cluster: Cluster, limit: float) -> float
     if _expands(job) or isinf(limit):
         return 0.0
     constants = cluster.profile.calibration
-    fraction, share = constants["cached_fraction"], constants["cached_share_of_room"]
+    fraction, share = _cached_fraction(job, cluster), constants["cached_share_of_room"]
     safe = limit - share * cluster.usable_memory  # times 1 - s
     return fraction if (1 + fraction) * safe <= (1 - share) * limit else 0.0
+
+
+def _cached_fraction(job: TrainingJob, cluster: Cluster) -> float:
+    return 0.0 if _expands(job) else cluster.profile.calibration["cached_fraction"]
 
 
 def _expands(job: TrainingJob) -> bool:

@@ -21,14 +21,13 @@ from costmodels.time.layouts import BlockTimes, LayoutCosts, layout_costs, rank_
 from costmodels.time.overlap import overlap_of
 from costmodels.time.stage_costs import BlockSeconds, StageCosts
 from costmodels.time.stages import (
-    Pipeline,
     Rest,
     StageBlock,
-    lengthening,
     rank_rest,
     run_pipeline,
     stage_hops,
     stages_of,
+    transfer_waits,
 )
 from costmodels.time.step_terms import local_term, pipeline_terms, rest_terms, work_terms
 
@@ -50,10 +49,11 @@ def estimate_time(
 
     """
     costs = layout_costs(model, job, cluster, table_of([layout]), layout.recompute_modules)
-    hops = stage_hops(layout, costs)
-    pipeline, ranks, rest = _run(model, job, layout, costs, hops)
+    hops, stages = stage_hops(layout, costs), stages_of(model, layout, costs)
+    pipeline, ranks = run_pipeline(job, layout, stages, hops), _by_rank(layout, stages)
+    rest = _slowest_rest(job, layout, costs, ranks)
     slowest = max(range(len(ranks)), key=lambda rank: pipeline.busy[rank])
-    waits = lengthening(job, layout, stages_of(model, layout, costs), hops, pipeline)
+    waits = transfer_waits(job, layout, stages, hops, pipeline)
     constants = cluster.profile.calibration
     terms = [
         *work_terms(ranks[slowest], layout),
@@ -93,27 +93,30 @@ def step_seconds(
         ValueError: The schedule does not admit the layout's shape.
 
     """
-    pipeline, _, rest = _run(model, job, layout, costs, stage_hops(layout, costs))
+    stages = stages_of(model, layout, costs)
+    pipeline = run_pipeline(job, layout, stages, stage_hops(layout, costs))
+    rest = _slowest_rest(job, layout, costs, _by_rank(layout, stages))
     before = pipeline.makespan + rest.exposed + cluster.profile.calibration["step_overhead"]
     return before * (1 + stragglers(cluster))
 
 
-def _run(
-    model: ModelSpec, job: TrainingJob, layout: Layout, costs: LayoutCosts, hops: list[float]
-) -> tuple[Pipeline, list[list[StageBlock]], Rest]:
-    """Return the simulated pipeline, each rank's blocks, and what the slowest does once."""
-    stages = stages_of(model, layout, costs)
-    pipeline = run_pipeline(job, layout, stages, hops)
-    ranks = [
+def _by_rank(layout: Layout, stages: list[list[StageBlock]]) -> list[list[StageBlock]]:
+    """Return the blocks of every rank of the pipeline, over its stages."""
+    return [
         [block for stage in layout.stages_of_rank(rank) for block in stages[stage]]
         for rank in range(layout.pipeline_parallel)
     ]
+
+
+def _slowest_rest(
+    job: TrainingJob, layout: Layout, costs: LayoutCosts, ranks: list[list[StageBlock]]
+) -> Rest:
+    """Return what the rank does once per step for which the step waits longest."""
     overlap = overlap_of(job)
-    rest = max(
+    return max(
         (rank_rest(blocks, layout, costs, overlap) for blocks in ranks),
-        key=lambda candidate: candidate.exposed,
+        key=lambda rest: rest.exposed,
     )
-    return pipeline, ranks, rest
 
 
 def stage_costs(

@@ -202,14 +202,14 @@ def run_pipeline(
     )
 
 
-def lengthening(
+def transfer_waits(
     job: TrainingJob,
     layout: Layout,
     stages: list[list[StageBlock]],
     hops: list[float],
     pipeline: Pipeline,
 ) -> float:
-    """Return seconds that a pipeline's transfers add to it, also where no rank is held by them."""
+    """Return seconds by which transfers lengthen a pipeline, whether or not they hold a rank."""
     if not any(hops):
         return 0.0
     free = run_pipeline(job, layout, stages, [0.0] * len(hops))

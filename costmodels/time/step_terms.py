@@ -16,6 +16,7 @@ from costmodels.time.tally import (
     SELECTIVE,
 )
 
+_ROUNDING = 1e-9  # chosen: differences of large sums below this share of them are no time
 _COMMUNICATES = np.array([cause in AXIS_OF_CAUSE for cause in CAUSES])
 
 
@@ -122,10 +123,9 @@ def pipeline_terms(
     m = layout.num_micro_batches
     computing = m * sum(stage_seconds(blocks))
     transfers = 2 * m * sum(hops) / layout.pipeline_parallel
-    # Differences of large sums: what rounding leaves is no time.
     held = pipeline.busy[rank] - computing
     exposed = max(held, waits)
-    exposed = exposed if exposed > 1e-9 * computing else 0.0
+    exposed = exposed if exposed > _ROUNDING * computing else 0.0
     return [
         Term(name="p2p", axis="pp", seconds=max(transfers, exposed), exposed_seconds=exposed),
         local_term("bubble", pipeline.makespan - computing - exposed),

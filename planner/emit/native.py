@@ -16,7 +16,7 @@ from planner.emit.launch import launch_files, processes_per_node, torchrun
 from planner.emit.text import identifier
 from planner.meanings import MEANINGS
 from planner.plan import Plan, plan_text
-from planner.rules import runtime_violations, violations
+from planner.rules import apply_violations, violations
 from planner.rules.native_jobs import job_refusals
 
 SCRIPT, PLAN_FILE = "train.py", "plan.json"
@@ -111,7 +111,7 @@ def refuse_unsupported(plan: Plan, module: str | None = None) -> None:
 
     """
     inputs = (plan.model, plan.job, plan.cluster, plan.layout)
-    broken = (*violations(*inputs), *runtime_violations(*inputs))
+    broken = (*violations(*inputs), *apply_violations(*inputs))
     if broken:
         reasons = "; ".join(violation.message for violation in broken)
         raise IllegalPlanError(f"the plan is illegal for native: {reasons}")

@@ -10,7 +10,7 @@ from costmodels.layout import ContextParallelType, Layout, Recompute, Schedule, 
 from costmodels.model import ModelSpec
 from costmodels.schedule import PipelineShape, shape_refusals
 from planner.constraints import Constraints
-from planner.rules import Violation, runtime_violations, violations
+from planner.rules import Violation, apply_violations, violations
 
 _SMALL_SHAPES = ((1, 1), (2, 1), (2, 2))  # ranks, stages per rank: one of them suits any schedule
 _FILLED = 4  # micro-batches that fill each of them
@@ -31,7 +31,7 @@ def plainest_and_its_violations(
     layout = _plain_layout(model, job, cluster, constraints)
     broken = violations(model, job, cluster, layout)
     if not broken and constraints.runnable:
-        broken = runtime_violations(model, job, cluster, layout)
+        broken = apply_violations(model, job, cluster, layout)
     return layout, broken
 
 

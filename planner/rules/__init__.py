@@ -25,9 +25,9 @@ __all__ = [
     "Mask",
     "Rule",
     "Violation",
+    "apply_violations",
     "legal_mask",
     "rules_of",
-    "runtime_violations",
     "violations",
 ]
 
@@ -98,7 +98,7 @@ def violations(
     return tuple(_violation(rule, rules, inputs, layout) for rule in broken)
 
 
-def runtime_violations(
+def apply_violations(
     model: ModelSpec, job: TrainingJob, cluster: Cluster, layout: Layout
 ) -> tuple[Violation, ...]:
     """Return what keeps a legal layout from being applied.

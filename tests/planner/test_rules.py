@@ -11,7 +11,7 @@ from small_worlds import cluster, job, layout, llama_8b, mixtral, model
 from costmodels.job import Precision, Target
 from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
 from costmodels.layout_table import LayoutTable, table_of
-from planner.rules import Case, legal_mask, rules_of, runtime_violations, violations
+from planner.rules import Case, apply_violations, legal_mask, rules_of, violations
 from planner.rules.expressible import expressible_rules
 
 
@@ -399,17 +399,17 @@ def test_every_rule_names_itself_once_and_says_something(target):
 def test_the_native_runtime_says_what_it_does_not_run_yet():
     task = job()
     plain = layout(llama_8b(), task, 8, tensor_parallel=2, pipeline_parallel=2, zero_stage=3)
-    assert runtime_violations(llama_8b(), task, cluster(8), plain) == ()
+    assert apply_violations(llama_8b(), task, cluster(8), plain) == ()
     ring = layout(llama_8b(), task, 8, context_parallel=2)
-    assert runtime_violations(llama_8b(), task, cluster(8), ring) == ()
+    assert apply_violations(llama_8b(), task, cluster(8), ring) == ()
     unfused = job(flash_attention=False)  # whose kernel returns nothing to merge by
-    found = runtime_violations(llama_8b(), unfused, cluster(8), ring)
+    found = apply_violations(llama_8b(), unfused, cluster(8), ring)
     assert [v.rule for v in found] == ["merged_attention_is_flash"]
     assert 1 in found[0].allowed["context_parallel"]
     assert found[0].allowed["context_parallel_type"] == ("ulysses",)
     assert violations(llama_8b(), unfused, cluster(8), ring) == ()
     ulysses = replace(ring, context_parallel_type=ContextParallelType.ULYSSES)
-    assert runtime_violations(llama_8b(), unfused, cluster(8), ulysses) == ()
+    assert apply_violations(llama_8b(), unfused, cluster(8), ulysses) == ()
 
 
 def test_masks_are_booleans_of_the_tables_length():
