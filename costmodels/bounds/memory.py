@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from costmodels.bounds.stage_sizes import SmallestStages, smallest_stages
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import Recompute, Schedule
+from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct, is_one_of
 from costmodels.memory.blocks import BlockMemory, block_memory
 from costmodels.memory.framework import context_bytes, growth
@@ -32,6 +32,7 @@ from costmodels.memory.transients import MANY_LAYERS
 from costmodels.memory.weight_bytes import copies_at_step
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
+from costmodels.schedule.shape import IN_ROUNDS
 from costmodels.targets import BEHAVIOURS
 
 Column = NDArray[np.float64]
@@ -260,6 +261,6 @@ def held_micro_batches(
     in_round = micro_batches // np.maximum(1, micro_batches // pipeline)
     cycles, rest = np.divmod(total, chunks * in_round)
     interleaved = cycles * in_round + np.maximum(0, rest - (chunks - 1) * in_round)
-    in_rounds = is_one_of(schedule, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
+    in_rounds = is_one_of(schedule, *IN_ROUNDS)
     fewest = np.where(chunks == 1, total, np.where(in_rounds, interleaved, 0))
     return fewest.astype(np.float64), total.astype(np.float64)

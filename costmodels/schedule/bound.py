@@ -37,11 +37,10 @@ from numpy.typing import NDArray
 from costmodels.layout import Schedule
 from costmodels.layout_table import SCHEDULES, is_one_of
 from costmodels.schedule.in_flight import in_flight_closed_form
-from costmodels.schedule.shape import Ints
+from costmodels.schedule.shape import IN_ROUNDS, Ints
 
 Floats = NDArray[np.float64]
 
-LOOPED = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
 WHOLE_BACKWARDS = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
@@ -135,7 +134,7 @@ def makespan_lower_bound(
     is_whole = is_one_of(schedule, *WHOLE_BACKWARDS)
     back = sums.backward_input + np.where(is_whole, sums.backward_weight, 0.0)
     returns = np.ceil(m / held) * (sums.forward + back + stages_per_rank * round_trip)
-    is_looped = is_one_of(schedule, *LOOPED) & (stages_per_rank > 1)
+    is_looped = is_one_of(schedule, *IN_ROUNDS) & (stages_per_rank > 1)
     rounds = np.where(is_looped, _rounds(p, stages_per_rank, m, sums, back), 0.0)
     bound: Floats = np.maximum.reduce(
         np.broadcast_arrays(m * slowest, returns, rounds, of_schedule)

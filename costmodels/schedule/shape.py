@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 _ONE_STAGE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 _TWO_STAGES = (Schedule.ZBV, Schedule.DUALPIPEV)
-_ROUNDS = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
+IN_ROUNDS = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class PipelineShape:
     @property
     def micro_batches_per_round(self) -> int:
         """Micro-batches that a rank runs through one stage before it turns to its next one."""
-        if self.schedule not in _ROUNDS or self.stages_per_rank == 1:
+        if self.schedule not in IN_ROUNDS or self.stages_per_rank == 1:
             return 1
         rounds = max(1, self.num_micro_batches // self.pipeline_parallel)
         return self.num_micro_batches // rounds
@@ -121,7 +121,7 @@ def shape_masks(
     """
     one = is_one_of(schedule, *_ONE_STAGE)
     two = is_one_of(schedule, *_TWO_STAGES)
-    rounds = is_one_of(schedule, *_ROUNDS)
+    rounds = is_one_of(schedule, *IN_ROUNDS)
     interleaved = is_one_of(schedule, Schedule.INTERLEAVED)
     dual = is_one_of(schedule, Schedule.DUALPIPEV)
     v = stages_per_rank
