@@ -12,7 +12,7 @@ from itertools import combinations
 from parity_cases import ALL, JOB
 
 from costmodels.hardware import Cluster
-from costmodels.layout import Recompute, split_layers
+from costmodels.layout import Recompute, Schedule, split_layers
 from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.search.space import legal_table, space_of
@@ -102,6 +102,12 @@ def share_of_model(models, name, cases):
 def cost(layout):
     """Return what a layout's processor time grows with: passes of a layer over all ranks."""
     return layout.num_micro_batches * layout.num_gpus / layout.pipeline_parallel
+
+
+def is_plain(layout):
+    """Tell whether a layout splits over data, tensor and a pipeline of gpipe or 1f1b alone."""
+    schedule = layout.schedule in {Schedule.GPIPE, Schedule.ONE_F_ONE_B}
+    return layout.context_parallel == 1 and (schedule or layout.pipeline_parallel == 1)
 
 
 def spreads_experts(layout):
