@@ -27,6 +27,7 @@ from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct, is_one_of
 from costmodels.memory.blocks import BlockMemory, block_memory
 from costmodels.memory.framework import context_bytes, growth
+from costmodels.memory.rank_blocks import least_by_rank
 from costmodels.memory.states import BlockStates
 from costmodels.memory.transients import MANY_LAYERS
 from costmodels.memory.weight_bytes import copies_at_step
@@ -53,8 +54,8 @@ class BlockBytes:
         logits_kept: The least per micro-batch that waits on the last stage.
         boundary: Per micro-batch in flight of a stage but the last, its output.
         head_moment: While loss or head run, all beside layers and states.
-        layer_moment: While a layer runs backward, all beside layers and states; one entry per
-            layers of its stage: one, two, or more.
+        layer_moment: While a layer runs backward, all beside layers and states, one column per
+            kind; one entry per layers of its stage: one, two, or more.
         at_step: Of a layer at the optimizer step, one column per kind.
         ends_at_step: Of embedding and head then, and of what every rank holds.
 
@@ -143,10 +144,17 @@ def block_bytes(
     logits = blocks.head_bytes
     last = [np.where(is_full, layer.recomputed, layer.kept) for layer in blocks.layer_bytes]
     released = np.maximum.reduce(last) * stays
+    beside = outside + moving.whole_ends
     layer_moment = tuple(
-        outside
-        + moving.least_beside_layers(
-            count, grown=grown, released=released, brought_back=grown * brought_back
+        np.stack(
+            [
+                beside
+                + layer.least_of_stage(
+                    count, grown=grown, released=released, brought_back=grown * brought_back
+                )
+                for layer in moving.layers
+            ],
+            axis=1,
         )
         for count in range(1, MANY_LAYERS + 1)
     )
@@ -197,10 +205,11 @@ def _bound_of(
     chunks = table.stages_per_rank[rows][:, None]
     main = int(np.argmax(counts))
     lightest = few.least(kept, main)  # of a stage, per micro-batch
-    moments = np.stack([moment[rows] for moment in costs.layer_moment], axis=1)
+    leading = int(counts[0]) if len(counts) > 1 else 0
+    moments = [least_by_rank(moment[rows], leading, pipeline) for moment in costs.layer_moment]
     of_size = np.minimum(few.layers, MANY_LAYERS).astype(np.int64) - 1
-    besides = np.take_along_axis(moments, of_size, axis=1)
-    many = moments[:, -1:] - besides  # what stages of many layers have more
+    besides = np.choose(of_size, moments)
+    many = moments[-1] - besides  # what stages of many layers have more
     besides += (total - chunks * fewest) * lightest
     besides[:, 0] += costs.embedding[rows]
     last = np.where(table.is_v_shaped[rows], 0, pipeline - 1)

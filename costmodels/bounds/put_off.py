@@ -34,6 +34,7 @@ from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import RECOMPUTES, SCHEDULES, IntColumn, LayoutTable, distinct
 from costmodels.memory.blocks import block_memory
 from costmodels.memory.framework import growth
+from costmodels.memory.rank_blocks import least_by_rank
 from costmodels.model import ModelSpec
 
 Column = NDArray[np.float64]
@@ -101,7 +102,7 @@ class _Layers:
         kept: The same under the layout's own recomputation.
         later: Between input and weight gradient, at least.
         states: Of a layer.
-        besides: Beside layers and their states, while a layer runs backward.
+        besides: Beside layers and their states, while a layer of each kind runs backward.
         boundary: Output of a stage but the last, per micro-batch.
         embedding: States before the first layer.
         head: States after the last layer.
@@ -188,7 +189,8 @@ def _outside_layers(layers: _Layers) -> tuple[Column, Column]:
     last = np.where(table.is_v_shaped, 0, pipeline - 1)
     output = np.repeat(layers.boundary[:, None], pipeline, axis=1)
     output[row, last] = 0  # of the last stage it is the logits
-    besides = np.repeat(layers.besides[:, None], pipeline, axis=1)
+    leading = int(layers.counts[0]) if len(layers.counts) > 1 else 0
+    besides = least_by_rank(layers.besides, leading, pipeline)
     besides[:, 0] += layers.embedding
     besides[row, last] += layers.head
     return besides, output

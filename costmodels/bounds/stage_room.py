@@ -11,6 +11,7 @@ in flight holds n * states + f * (n * kept - min(k, n) * (kept - recomputed)).
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, LayoutTable, distinct
 from costmodels.memory.blocks import block_memory
+from costmodels.memory.rank_blocks import least_by_rank, num_leading_layers
 from costmodels.memory.transients import MANY_LAYERS
 from costmodels.model import ModelSpec
 
@@ -114,6 +116,7 @@ def stage_rooms(
     blocks = block_memory(model, job, cluster, table.take(np.arange(1)))
     with_experts = most_have_experts(Counter(model.layer_kinds))
     main = [kind.has_experts for kind in blocks.kinds].index(with_experts)
+    besides = partial(_besides, kept, num_leading_layers(model))
     groups = []
     for pipeline in distinct(table.pipeline_parallel[table.stages_per_rank == 1]):
         alike = (table.pipeline_parallel == pipeline) & (table.stages_per_rank == 1)
@@ -122,8 +125,8 @@ def stage_rooms(
         groups.append(
             RoomGroup(
                 rows=rows,
-                free=np.maximum(limit - _besides(kept, rows, in_flight, MANY_LAYERS), 0.0),
-                free_of_few=np.maximum(limit - _besides(kept, rows, in_flight, 1), 0.0),
+                free=np.maximum(limit - besides(rows, in_flight, MANY_LAYERS), 0.0),
+                free_of_few=np.maximum(limit - besides(rows, in_flight, 1), 0.0),
                 states=kept.states[rows, main][:, None],
                 kept=in_flight * kept.kept[rows, main][:, None],
                 recomputed=in_flight * again.kept[rows, main][:, None],
@@ -158,11 +161,11 @@ def _bytes(
 
 
 def _besides(
-    kept: BlockBytes, rows: NDArray[np.int64], in_flight: Column, num_layers: int
+    kept: BlockBytes, leading: int, rows: NDArray[np.int64], in_flight: Column, num_layers: int
 ) -> Column:
     """Return what each rank holds besides its layers, so many at least: [rows, ranks]."""
     moment = kept.layer_moment[num_layers - 1][rows]
-    besides = np.repeat(moment[:, None], in_flight.shape[1], axis=1)
+    besides = least_by_rank(moment, leading, in_flight.shape[1])
     besides[:, :-1] += in_flight[:, :-1] * kept.boundary[rows][:, None]
     besides[:, 0] += kept.embedding[rows]
     last = in_flight[:, -1]

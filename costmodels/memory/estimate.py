@@ -5,16 +5,13 @@ Model states come from `states`, activations from `activations`, what lives for 
 come from `framework`; the target runtime's habits (`costmodels.targets`) say what is kept in which
 format.
 
-`estimate_memory` judges one layout, `memory_demand` as far as a search asks, `stage_memory` hands
-the same numbers to the partition solver, `memory_lower_bound` bounds many layouts over all
+`estimate_memory` judges one layout, `memory_demand` as far as a search asks, `stages.stage_memory`
+hands the same numbers to the partition solver, `memory_lower_bound` bounds many layouts over all
 partitions of the layers.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf
-
-import numpy as np
 
 from costmodels.bounds.memory import memory_lower_bound
 from costmodels.hardware import Cluster
@@ -26,14 +23,11 @@ from costmodels.memory.framework import (
     cached_bytes,
     context_bytes,
     fragmentation_fraction,
-    growth,
     growth_with_room,
 )
 from costmodels.memory.moments import rank_moments
 from costmodels.memory.rank_blocks import blocks_of_rank, kept_by_stage
 from costmodels.memory.ranks import fullest_moment, telling_ranks
-from costmodels.memory.stages import EndMemory, LayerMemory, StageMemory
-from costmodels.memory.transients import MANY_LAYERS
 from costmodels.model import ModelSpec
 from costmodels.targets import BEHAVIOURS
 from costmodels.terms import MemoryEstimate, MemoryParts
@@ -45,7 +39,6 @@ __all__ = [
     "memory_demand",
     "memory_lower_bound",
     "reserved_interval",
-    "stage_memory",
 ]
 
 STATES_SPREAD = 0.02  # chosen: padding, unlisted buffers
@@ -220,64 +213,3 @@ def blocks_of_layout(
 ) -> BlockMemory:
     """Return the bytes of a layout's blocks, the same for every split of its layers."""
     return block_memory(model, job, cluster, table_of([layout]), layout.recompute_modules)
-
-
-def stage_memory(
-    model: ModelSpec,
-    job: TrainingJob,
-    cluster: Cluster,
-    layout: Layout,
-    blocks: BlockMemory | None = None,
-    *,
-    limit: float = inf,
-) -> StageMemory:
-    """Return the reserved bytes of a layout's blocks, for the partition solver.
-
-    Args:
-        model: The network.
-        job: What is trained.
-        cluster: Where.
-        layout: A layout; its layers_per_stage and recompute_layers are not read.
-        blocks: Its blocks, where they are known.
-        limit: Bytes that a rank may reserve; what the allocator keeps on top is counted where it
-            decides what stays within them.
-
-    """
-    if blocks is None:
-        blocks = blocks_of_layout(model, job, cluster, layout)
-    grown = growth(job, cluster, limit)
-    stays = 0.0 if Offload.ACTIVATIONS in layout.offload else grown
-    by_kind = {
-        kind: LayerMemory(
-            states=float(states.total[0]),
-            kept=float(kept.waiting[0]) * stays,
-            recomputed=float(kept.recomputed[0]) * stays,
-        )
-        for kind, states, kept in zip(
-            blocks.kinds, blocks.layer_states, blocks.layer_bytes, strict=True
-        )
-    }
-    logits, moving = blocks.head_bytes, blocks.transients
-    kinds = dict.fromkeys(model.layer_kinds)
-    outside = float(blocks.communication[0]) + context_bytes(cluster) + job.memory_taken
-    released = np.maximum.reduce([layer.kept for layer in blocks.layer_bytes]) * stays
-    few, many = (
-        float(moving.least_beside_layers(count, grown=grown, released=released)[0])
-        for count in (1, MANY_LAYERS)
-    )
-    whole_head = float(moving.whole_ends[0] + moving.whole_head[0])
-    return StageMemory(
-        layers=tuple((kind, by_kind[replace(kind, window=None)]) for kind in kinds),
-        embedding=EndMemory(states=float(blocks.embedding.total[0]), kept=0.0, transient=0.0),
-        head=EndMemory(
-            states=float(blocks.head.total[0]),
-            kept=float(logits.norm[0] + logits.waiting[0]) * grown,
-            transient=float(blocks.head_transient[0]) * grown + whole_head,
-        ),
-        boundary=float(moving.boundary[0]) * grown,
-        fixed=outside,
-        transient=few,
-        transient_of_many=many,
-        moments=rank_moments(layout),
-        capacity=cluster.usable_memory,
-    )

@@ -3,10 +3,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from costmodels.layout import Layout, Offload, Recompute
 from costmodels.memory.blocks import BlockMemory
 from costmodels.memory.states import BlockStates
 from costmodels.model import ModelSpec
+
+Column = NDArray[np.float64]
 
 LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
 
@@ -87,3 +92,29 @@ def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: 
         last=some[-1],
         behind_first=held - some[0],
     )
+
+
+def num_leading_layers(model: ModelSpec) -> int:
+    """Return how many layers of another kind than the last ones lead the network."""
+    kinds = [kind.has_experts for kind in model.layer_kinds]
+    return len(kinds) - kinds.count(kinds[-1])
+
+
+def least_by_rank(by_kind: Column, num_leading: int, num_ranks: int) -> Column:
+    """Return what layers need on each pipeline rank at least, however they are split.
+
+    As many ranks as there are leading layers may hold nothing else; all behind them hold layers of
+    the last kind.
+
+    Args:
+        by_kind: What layers of each kind need by themselves: [rows, kinds].
+        num_leading: Of the network, before those of the last kind.
+        num_ranks: Of the pipeline.
+
+    """
+    least = np.repeat(by_kind[:, -1:], num_ranks, axis=1)
+    if num_ranks == 1:
+        least[:, 0] = by_kind.max(axis=1)
+    elif num_leading:
+        least[:, :num_leading] = by_kind.min(axis=1)[:, None]
+    return least

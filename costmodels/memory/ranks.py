@@ -75,7 +75,7 @@ def fullest_moment(
     found = [_Load(transient=step + late)]
     for moment in moments:
         waiting = _waiting_load(layout, blocks, stages, kept, moment)
-        found += _layer_loads(layout, blocks, stages, kept, waiting=waiting, moment=moment)
+        found += _layer_loads(model, layout, blocks, stages, kept, waiting=waiting, moment=moment)
         if layout.num_stages - 1 in stages:
             found += _head_loads(blocks, waiting, moment)
         if 0 in stages and (moment.until_input[0] or moment.put_off[0]):
@@ -132,6 +132,7 @@ def _waiting_load(
 
 
 def _layer_loads(
+    model: ModelSpec,
     layout: Layout,
     blocks: BlockMemory,
     stages: Sequence[int],
@@ -147,12 +148,13 @@ def _layer_loads(
         if waits and layout.layers_per_stage[stage]:
             is_whole = moment.before_b and moment.until_input[place] > 0
             found += _loads_of_stage(
-                layout, blocks, stage, kept[place], waiting=waiting, is_whole=is_whole
+                model, layout, blocks, stage, kept[place], waiting=waiting, is_whole=is_whole
             )
     return found
 
 
 def _loads_of_stage(
+    model: ModelSpec,
     layout: Layout,
     blocks: BlockMemory,
     stage: int,
@@ -168,20 +170,22 @@ def _loads_of_stage(
     Of a split backward (not `is_whole`) all are one: what an I brings back stays, and counts with
     what waits for weight gradients.
     """
-    moving, count = blocks.transients, layout.layers_per_stage[stage]
-    redone = 0
+    moving, counts = blocks.transients, layers_by_kind(model, layout, stage)
+    kinds = [place for place, kind in enumerate(blocks.kinds) if counts[kind.has_experts]]
+    of_layer = moving.largest(kinds)
+    count, redone = sum(counts), 0
     if layout.recompute is Recompute.FULL and is_whole:
         redone = layout.recompute_layers or count
     embedding = float(moving.whole_embedding[0]) if stage == 0 else 0.0
-    layer, after_layer = float(moving.whole_layer[0]), float(moving.after_layer[0])
+    layer, after_layer = float(of_layer.whole[0]), float(of_layer.behind[0])
     after_head = float(moving.after_head[0]) if stage == layout.num_stages - 1 else 0.0
 
     def load(place: int, *, behind: float, released: float = 0.0) -> _Load:
         """Of the layer at a place from 1 in the stage."""
-        back = float(moving.brought_back[0]) if redone >= place else 0.0
+        back = float(of_layer.brought_back[0]) if redone >= place else 0.0
         before = layer if place > 1 else embedding
         return waiting._replace(activations=waiting.activations - released).plus(
-            transient=float(moving.layer[0]) + back + behind,
+            transient=float(of_layer.at_work[0]) + back + behind,
             gathered=float(moving.whole_ends[0]) + layer + before,
         )
 

@@ -29,6 +29,46 @@ MESSAGES_IN_FLIGHT = 2  # a pipeline rank receives one activation and one gradie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTransients:
+    """Bytes beside states and activations while a layer runs backward, one value per layout.
+
+    Attributes:
+        whole: Its weights, gathered.
+        at_work: What it needs itself.
+        brought_back: What comes on top where it is recomputed in full first.
+        behind: What the layer before it meets on top: gradients that are still being reduced.
+
+    """
+
+    whole: Column
+    at_work: Column
+    brought_back: Column
+    behind: Column
+
+    def least_of_stage(
+        self, num_layers: int, *, grown: float, released: Column, brought_back: Column | float = 0.0
+    ) -> Column:
+        """Return the least of a stage's layers while they run backward, but for `whole_ends`.
+
+        The larger of the last layer and of the one before it, by when the last one has let its
+        activations go; never more than what `ranks.fullest_moment` finds.
+
+        Args:
+            num_layers: Of the stage, at least.
+            grown: Reserved bytes per byte that comes and goes, gathered weights apart.
+            released: What a layer lets go of per micro-batch, at most, `grown` in.
+            brought_back: What recomputation brings back, `grown` in.
+
+        """
+        last = self.whole * (1 + (num_layers > 1)) + grown * self.at_work + brought_back
+        if num_layers == 1:
+            return last
+        before = self.whole * (1 + (num_layers >= MANY_LAYERS))
+        before = before + grown * (self.at_work + self.behind) + brought_back - released
+        return np.maximum(last, before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transients:
     """Bytes beside states and activations, one value per layout.
 
@@ -36,15 +76,12 @@ class Transients:
     the layer before it or, for the first one, the embedding.
 
     Attributes:
+        layers: Of a layer of each kind, buckets, placeholders and messages in.
         boundary: Per micro-batch in flight: the output that a stage keeps beside what it sent.
         whole_ends: Weights of embedding and head, where they stay gathered.
-        whole_layer: Gathered weights of a layer.
         whole_embedding: Of the embedding, beside `whole_ends`.
         whole_head: While the head runs, beside `whole_ends`.
         always: Buckets, placeholders and messages, whatever runs.
-        layer: While a layer runs backward, gathered weights apart.
-        brought_back: What comes on top where it is recomputed in full first.
-        after_layer: What the next layer meets on top: gradients that are still being reduced.
         after_head: What the last layer meets on top of the head.
         embedding: While the embedding runs backward, last of all.
         head: While the gradient of the head's matrix is computed, that of the logits apart.
@@ -54,43 +91,29 @@ class Transients:
 
     """
 
+    layers: tuple[LayerTransients, ...]
     boundary: Column
     whole_ends: Column
-    whole_layer: Column
     whole_embedding: Column
     whole_head: Column
     always: Column
-    layer: Column
-    brought_back: Column
-    after_layer: Column
     after_head: Column
     embedding: Column
     head: Column
     head_kept: Column
     head_put_off: Column
 
-    def least_beside_layers(
-        self, num_layers: int, *, grown: float, released: Column, brought_back: Column | float = 0.0
-    ) -> Column:
-        """Return bytes beside states and activations while the layers of a stage run backward.
-
-        The larger of the last layer and of the one before it, by when the last one has let its
-        activations go; never more than what `rank_memory` finds.
-
-        Args:
-            num_layers: Of the stage, at least.
-            grown: Reserved bytes per byte that comes and goes, gathered weights apart.
-            released: What a layer lets go of per micro-batch, at most, `grown` in.
-            brought_back: What recomputation brings back, `grown` in.
-
-        """
-        one = self.whole_ends + self.whole_layer
-        last = one + self.whole_layer * (num_layers > 1) + grown * self.layer + brought_back
-        if num_layers == 1:
-            return last
-        before = one + self.whole_layer * (num_layers >= MANY_LAYERS)
-        before = before + grown * (self.layer + self.after_layer) + brought_back - released
-        return np.maximum(last, before)
+    def largest(self, kinds: Sequence[int]) -> LayerTransients:
+        """Return the most that layers of some kinds need, by their places in `layers`."""
+        among = [self.layers[kind] for kind in kinds]
+        if len(among) == 1:
+            return among[0]
+        return LayerTransients(
+            whole=np.maximum.reduce([layer.whole for layer in among]),
+            at_work=np.maximum.reduce([layer.at_work for layer in among]),
+            brought_back=np.maximum.reduce([layer.brought_back for layer in among]),
+            behind=np.maximum.reduce([layer.behind for layer in among]),
+        )
 
 
 def transients(
@@ -117,11 +140,18 @@ def transients(
     """
     behaviour = BEHAVIOURS[job.target]
     always = _buffers(job, table) + _placeholders(model, job, table) + _messages(model, job, table)
-    gradients = np.maximum.reduce([_whole_gradients(job, table, block) for block in states])
-    largest = np.maximum.reduce([_product(job, _largest_tensor(job, block)) for block in states])
-    backward = np.maximum.reduce([layer.transient for layer in activations])
-    brought_back = np.maximum.reduce([layer.everything - layer.recomputed for layer in activations])
-    after_layer = np.maximum.reduce([_still_reduced(job, table, block) for block in states])
+    layers = tuple(
+        LayerTransients(
+            whole=block.gathered,
+            at_work=always
+            + _whole_gradients(job, table, block)
+            + _product(job, _largest_tensor(job, block))
+            + layer.transient,
+            brought_back=layer.everything - layer.recomputed,
+            behind=_still_reduced(job, table, block),
+        )
+        for block, layer in zip(states, activations, strict=True)
+    )
     of_head = _whole_gradients(job, table, head)
     stream = _stream(model, job, table)
     # A tied table's gradient from the head waits for the one from the embedding, and their sum;
@@ -131,22 +161,19 @@ def transients(
     copies = np.where(is_tied, 3, 1)
     output = np.where(is_tied, embedding.local_weights, head.local_weights)
     ends_stay = behaviour.keeps_ends_gathered
-    layer = np.maximum.reduce([block.gathered for block in states])
+    largest_whole = np.maximum.reduce([block.gathered for block in states])
     of_output = np.where(is_tied, embedding.gathered, head.gathered)
     return Transients(
+        layers=layers,
         boundary=stream * behaviour.keeps_stage_outputs,
         whole_ends=(embedding.gathered + head.gathered) * ends_stay,
-        whole_layer=layer,
         whole_embedding=embedding.gathered * (not ends_stay),
-        whole_head=layer + (layer if ends_stay else of_output),
+        whole_head=largest_whole + (largest_whole if ends_stay else of_output),
         always=always,
-        layer=always + gradients + largest + backward,
-        brought_back=brought_back,
-        after_layer=after_layer,
         after_head=_still_reduced(job, table, head)
         + np.where(is_tied & behaviour.collects_gradients, of_table, 0.0),
         embedding=always
-        + after_layer
+        + layers[0].behind
         + np.maximum(of_table * copies, of_table + _whole_gradients(job, table, embedding)),
         head=always + _product(job, output),
         head_kept=always + of_head + _product(job, output),

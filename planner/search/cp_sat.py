@@ -12,7 +12,8 @@ number k or all that it has.
                   base[s] + sum over layers i of s of cost[s][kind i] + redo_cost[s] * redone[s]
 
     every_layer    edges ascend by at least one: each layer is on exactly one stage, none is empty
-    memory         held[s] + sum of holds[s][kind i] - saved[s] * redone[s] <= capacity
+    memory         held[s] + sum of holds[s][kind i] - saved[s] * redone[s] <= capacity,
+                   with brought_back[s] on top where redone[s] is all that the stage has
     beats          score <= cutoff
     new            no split that is named in `excluded` comes back, whatever its k
 
@@ -129,7 +130,13 @@ def _memory(model: cp_model.CpModel, problem: StageProblem, variables: _Variable
     for s in range(problem.num_stages):
         layers = _stage_sum(model, problem, variables, s, problem.holds[s])
         saved = problem.saved[s] * variables.redone[s]
-        model.add(problem.held[s] + layers - saved <= problem.capacity)
+        held = problem.held[s] + layers - saved
+        model.add(held <= problem.capacity)
+        if problem.most_recomputed and problem.brought_back[s]:
+            keeps_some = model.new_bool_var(f"keeps_some_{s}")
+            model.add(variables.redone[s] < variables.lengths[s]).only_enforce_if(keeps_some)
+            all_again = held + problem.brought_back[s] <= problem.capacity
+            model.add(all_again).only_enforce_if(keeps_some.negated())
 
 
 def _new(model: cp_model.CpModel, problem: StageProblem, variables: _Variables) -> None:

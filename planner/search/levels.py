@@ -83,9 +83,12 @@ def _least_levels(filled: "_Filled", counts: Ints, above: int) -> Ints:
 
 
 def _only_grows(problem: StageProblem) -> bool:
+    stages = zip(problem.cost, problem.holds, problem.saved, problem.brought_back, strict=True)
     redo = problem.most_recomputed > 0
-    stages = zip(problem.cost, problem.holds, problem.saved, strict=True)
-    return all(min(cost) >= 0 and min(holds) >= redo * saved for cost, holds, saved in stages)
+    return all(
+        min(cost) >= 0 and min(holds) >= redo * max(saved, brought_back)
+        for cost, holds, saved, brought_back in stages
+    )
 
 
 def _holds(problem: StageProblem, split: Split, recomputed: int, score: int) -> bool:
@@ -97,6 +100,7 @@ def _holds(problem: StageProblem, split: Split, recomputed: int, score: int) -> 
         kinds = problem.kind_of_layer[first : first + count]
         first += count
         held = problem.held[stage] + sum(problem.holds[stage][kind] for kind in kinds)
+        held += problem.brought_back[stage] * (0 < count <= recomputed)
         if held - problem.saved[stage] * min(recomputed, count) > problem.capacity:
             return False
     return True
@@ -156,7 +160,9 @@ class _Filled:
         free = problem.capacity - np.array(problem.held)[None, :]
         in_time = np.where(left >= k * (cost + redo), _over(left - k * redo, cost, most), 0)
         in_time = np.maximum(in_time, np.minimum(_over(left, cost + redo, most), k))
-        fits = np.where(free >= k * (holds - saved), _over(free + k * saved, holds, most), 0)
+        fits = _over(free + k * saved, holds, most)
+        fits = np.where(fits > k, fits, 0)  # else it recomputes all
+        free = free - np.array(problem.brought_back) * (k > 0)
         fits = np.maximum(fits, np.minimum(_over(free, holds - saved, most), k))
         room: Ints = np.minimum(np.minimum(in_time, fits), most)
         return room
@@ -172,14 +178,15 @@ class _Filled:
                     at,
                     score - self.problem.base[stage],
                     recomputed,
-                    self.problem.redo_cost[stage],
+                    extra=self.problem.redo_cost[stage],
                 ),
                 self._end(
                     self.holds[stage],
                     at,
                     self.problem.capacity - self.problem.held[stage],
                     recomputed,
-                    -self.problem.saved[stage],
+                    extra=-self.problem.saved[stage],
+                    all_extra=self.problem.brought_back[stage],
                 ),
             )
             # Later stages need a layer each. A stage may seem to take none here, so that this
@@ -190,20 +197,25 @@ class _Filled:
         return np.array(edges)
 
     @staticmethod
-    def _end(prefix: Ints, at: Ints, room: Ints | int, recomputed: Ints, extra: int) -> Ints:
+    def _end(
+        prefix: Ints,
+        at: Ints,
+        room: Ints | int,
+        recomputed: Ints,
+        *,
+        extra: int,
+        all_extra: int = 0,
+    ) -> Ints:
         """Return the last edge up to which layers from `at` stay within a room.
 
-        `extra` comes on top for each of the first `recomputed` layers.
+        `extra` comes on top for each of the first `recomputed` layers, `all_extra` where there are
+        no more layers than those.
         """
         base = prefix[at]
-        every = (
-            np.searchsorted(
-                prefix + extra * np.arange(len(prefix)), base + extra * at + room, "right"
-            )
-            - 1
-        )
+        left = base + extra * at + room - all_extra * (recomputed > 0)
+        every = np.searchsorted(prefix + extra * np.arange(len(prefix)), left, "right") - 1
         some = np.searchsorted(prefix, base + room - extra * recomputed, "right") - 1
-        end: Ints = np.where(some >= at + recomputed, some, np.minimum(every, at + recomputed))
+        end: Ints = np.where(some > at + recomputed, some, np.minimum(every, at + recomputed))
         return end
 
     def split(self, score: int, recomputed: int) -> Split:

@@ -92,6 +92,8 @@ def _first_news(problem: StageProblem, recomputed: Ints) -> Ints:
     cost, holds = ([min(kinds) for kinds in of] for of in (problem.cost, problem.holds))
     score = np.array(problem.base) + k * np.add(cost, problem.redo_cost)
     held = np.array(problem.held) + k * np.subtract(holds, problem.saved)
+    # A longer stage keeps one layer instead.
+    held += np.minimum(problem.brought_back, holds)
     least = np.where(held <= problem.capacity, score, _NEVER).min(axis=1)
     news: Ints = np.where(recomputed > problem.least_recomputed, least, 0)
     return news
@@ -232,5 +234,7 @@ class _Sums:
         if recomputed:
             score = score + np.array(problem.redo_cost)[:, None, None] * redone
             held = held - np.array(problem.saved)[:, None, None] * redone
+            every = self.length <= recomputed
+            held += np.array(problem.brought_back)[:, None, None] * every
         step: Ints = np.where((self.length >= 1) & (held <= problem.capacity), score, _NEVER)
         return step

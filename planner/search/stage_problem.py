@@ -26,6 +26,7 @@ class StageProblem:
         holds: Per stage, memory of one layer of each kind.
         held: Per stage, memory of what is no layer.
         saved: Per stage, memory that recomputing one layer saves.
+        brought_back: Per stage, memory on top where it recomputes all its layers.
         capacity: Memory of a stage.
         least_recomputed: Smallest k; with `most_recomputed` 0 nothing is recomputed.
         most_recomputed: Largest k.
@@ -42,6 +43,7 @@ class StageProblem:
     holds: tuple[tuple[int, ...], ...]
     held: tuple[int, ...]
     saved: tuple[int, ...]
+    brought_back: tuple[int, ...]
     capacity: int
     least_recomputed: int = 0
     most_recomputed: int = 0

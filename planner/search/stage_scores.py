@@ -28,9 +28,8 @@ from costmodels.layout import Layout, Recompute, Schedule, split_layers
 from costmodels.layout_table import table_of
 from costmodels.memory.activations import LayerBytes
 from costmodels.memory.blocks import BlockMemory
-from costmodels.memory.estimate import stage_memory
 from costmodels.memory.moments import Moment
-from costmodels.memory.stages import StageMemory
+from costmodels.memory.stages import MovingBytes, StageMemory, stage_memory
 from costmodels.model import ModelSpec
 from costmodels.time.estimate import stage_costs
 from costmodels.time.layouts import LayoutCosts
@@ -88,6 +87,7 @@ def scored_problem(
         holds=tuple(tuple(room.layer(r, kind) for kind in range(len(kinds))) for r in ranks),
         held=tuple(room.base(r) for r in ranks),
         saved=tuple(room.saved(r) if is_full else 0 for r in ranks),
+        brought_back=tuple(room.brought_back(r) if is_full else 0 for r in ranks),
         capacity=ceil(limit / KIB),
         least_recomputed=int(is_full),
         most_recomputed=model.num_layers - layout.pipeline_parallel + 1 if is_full else 0,
@@ -209,16 +209,27 @@ class _Room:
         return ceil(max(0.0, *gains) / KIB)
 
     def base(self, rank: int) -> int:
-        """KiB of a rank without layers.
+        """KiB of a rank without layers, of which some are not recomputed."""
+        return self._base(rank, self._moving(rank).some_kept)
 
-        Stages of one or two layers meet less while they run backward than longer ones. Where two
-        fit with what those meet, that excludes nothing.
+    def brought_back(self, rank: int) -> int:
+        """KiB on top of `base` where all layers of a rank are recomputed, each one whole."""
+        moment, moving = self._moment(rank), self._moving(rank)
+        if not (moment.before_b and any(moment.until_input)):
+            return 0  # what comes back between split halves waits with the micro-batch
+        return max(0, self._base(rank, moving.all_recomputed) - self.base(rank))
+
+    def _moving(self, rank: int) -> MovingBytes:
+        """Return what layers of a rank meet while they run backward.
+
+        Stages of one or two layers meet less than longer ones. Where two fit with what those meet,
+        however they are recomputed, that excludes nothing.
         """
-        many = self._base(rank, self.memory.transient_of_many)
+        many = self.memory.moving_of_many[rank]
         two_layers = 2 * max(self.layer(rank, kind) + 1 for kind in range(len(self.activations)))
-        if many + two_layers < self.limit // KIB:
-            return many
-        return self._base(rank, self.memory.transient)
+        most = max(many.some_kept, many.all_recomputed)
+        fits = self._base(rank, most) + two_layers < self.limit // KIB
+        return many if fits else self.memory.moving[rank]
 
     def _base(self, rank: int, moving: float) -> int:
         memory, moment = self.memory, self._moment(rank)

@@ -12,8 +12,9 @@ from costmodels.hardware import make_cluster
 from costmodels.job import Optimizer, Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule
 from costmodels.layout_table import table_of
-from costmodels.memory.estimate import estimate_memory, memory_lower_bound, stage_memory
+from costmodels.memory.estimate import blocks_of_layout, estimate_memory, memory_lower_bound
 from costmodels.memory.moments import Moment
+from costmodels.memory.stages import stage_memory
 from costmodels.model import MixtureOfExperts, ModelSpec
 from costmodels.profiles.reader import read_profile
 
@@ -140,13 +141,14 @@ def test_stage_memory_adds_up_to_the_estimate_of_the_last_rank():
     )
     job = TrainingJob(seq_len=512, global_batch_size=64)
     cluster = make_cluster(PROFILE, 2)
-    stages = stage_memory(DENSE, job, cluster, layout)
+    blocks = blocks_of_layout(DENSE, job, cluster, layout)
+    stages = stage_memory(DENSE, job, cluster, layout, blocks)
     (_, layer), (moment,) = stages.layers[0], stages.moments[0]
     by_hand = (
         stages.fixed
         + stages.embedding.states
         + 3 * (layer.states + moment.in_flight * layer.kept)
-        + stages.transient
+        + stages.moving[0].some_kept
     )
     parts = estimate_memory(DENSE, job, cluster, layout).per_rank[0]
     cached = parts.reserved - by_hand

@@ -13,7 +13,8 @@ import pytest
 from costmodels.hardware import Cluster
 from costmodels.job import Target, TrainingJob
 from costmodels.layout import Layout, Recompute, Schedule, split_layers
-from costmodels.memory.estimate import stage_memory
+from costmodels.memory.estimate import blocks_of_layout
+from costmodels.memory.stages import stage_memory
 from costmodels.model import ModelSpec
 from costmodels.parameters import num_parameters
 from costmodels.profiles.reader import make_cluster, read_profile
@@ -154,7 +155,8 @@ def test_selective_recomputation_saves_70_percent_of_activations_for_3_percent_o
     kept, seconds = {}, {}
     for recompute in (Recompute.NONE, Recompute.SELECTIVE):
         layout = spread(model, job, 64, tensor_parallel=8, pipeline_parallel=8, recompute=recompute)
-        ((_, layer),) = stage_memory(model, job, nodes(64, A100), layout).layers
+        place = model, job, nodes(64, A100), layout
+        ((_, layer),) = stage_memory(*place, blocks_of_layout(*place)).layers
         kept[recompute] = layer.kept
         seconds[recompute] = judge(model, job, nodes(64, A100), layout).time.step_seconds
     assert 0.65 <= 1 - kept[Recompute.SELECTIVE] / kept[Recompute.NONE] <= 0.75

@@ -64,6 +64,17 @@ def priced_of(rng):
     return PricedLayout(model=model, job=job, cluster=CLUSTER, layout=layout)
 
 
+def held_by_stage(problem, split):
+    """Layers and KiB of every stage as the problem's integers say them."""
+    first = 0
+    for stage, count in enumerate(split.layers_per_stage):
+        kinds = problem.kind_of_layer[first : first + count]
+        first += count
+        held = problem.held[stage] + sum(problem.holds[stage][kind] for kind in kinds)
+        held -= problem.saved[stage] * min(split.recompute_layers, count)
+        yield count, held + problem.brought_back[stage] * (count <= split.recompute_layers)
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_scores_are_not_above_the_exact_seconds(block):
     for seed in range(60 * block, 60 * block + 60):
@@ -89,12 +100,7 @@ def test_room_is_not_above_the_exact_bytes(block):
         priced = priced_of(random.Random(seed))  # noqa: S311 - layouts, not secrets
         split, problem = priced.layout, priced.stage_problem(CLUSTER.usable_memory).problem
         exact = estimate_memory(priced.model, priced.job, CLUSTER, split).per_rank
-        first = 0
-        for stage, count in enumerate(split.layers_per_stage):
-            kinds = problem.kind_of_layer[first : first + count]
-            first += count
-            held = problem.held[stage] + sum(problem.holds[stage][kind] for kind in kinds)
-            held -= problem.saved[stage] * min(split.recompute_layers, count)
+        for stage, (count, held) in enumerate(held_by_stage(problem, split)):
             # Where two layers fit with what longer stages meet, shorter ones are not told apart.
             fits_anyway = count < MANY_LAYERS and held <= problem.capacity
             assert fits_anyway or held * KIB <= exact[stage].reserved * (1 + 1e-9), (seed, stage)
@@ -110,12 +116,7 @@ def test_a_split_that_fits_a_limit_has_room_in_its_problem(block):
         limit = priced.memory(split).reserved * rng.choice([1 + 1e-9, 1.02, 1.2])
         cached += decisive_fraction(priced.job, CLUSTER, limit) > 0
         problem = priced.stage_problem(limit).problem
-        first = 0
-        for stage, count in enumerate(split.layers_per_stage):
-            kinds = problem.kind_of_layer[first : first + count]
-            first += count
-            held = problem.held[stage] + sum(problem.holds[stage][kind] for kind in kinds)
-            held -= problem.saved[stage] * min(split.recompute_layers, count)
+        for stage, (_, held) in enumerate(held_by_stage(problem, split)):
             assert held <= problem.capacity, (seed, stage)
     assert cached >= 20  # what the allocator keeps was counted, and did not shut anything out
 

@@ -22,6 +22,7 @@ EVEN = StageProblem(
     holds=((10,),) * 3,
     held=(0,) * 3,
     saved=(0,) * 3,
+    brought_back=(0,) * 3,
     capacity=100,
     hint=(2, 2, 2),
 )
@@ -92,6 +93,7 @@ def problem_of(seed):
         holds=holds,
         held=tuple(rng.randint(0, 40) for _ in range(stages)),
         saved=tuple(rng.randint(0, min(each)) if redoes else 0 for each in holds),
+        brought_back=tuple(rng.randint(0, min(each) + 2) if redoes else 0 for each in holds),
         capacity=rng.randint(30, 200),
         least_recomputed=int(redoes),
         most_recomputed=layers - stages + 1 if redoes else 0,
@@ -125,6 +127,7 @@ def _fits(problem, edges, redone):
     for stage, (first, last) in enumerate(pairwise(edges)):
         held = sum(problem.holds[stage][kind] for kind in problem.kind_of_layer[first:last])
         held += problem.held[stage] - problem.saved[stage] * min(redone, last - first)
+        held += problem.brought_back[stage] * (last - first <= redone)
         if held > problem.capacity:
             return False
     return True
