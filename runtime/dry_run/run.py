@@ -128,6 +128,8 @@ class DryRuns:
             states = ShardedStates(program, mesh, precisions(self._job))
             optimizer = ShardedOptimizer(states, OptimizerSettings(kind=self._job.optimizer))
             _create_optimizer_states(optimizer)
+            for tensor in _states_on_host(states, optimizer):
+                tracker.leave(tensor)
             # Those of the whole step wait on the device, however few are run.
             count = self._layout.num_micro_batches
             batches = [_batch(self._job, self._layout) for _ in range(count)]
@@ -177,6 +179,18 @@ def _create_optimizer_states(optimizer: ShardedOptimizer) -> None:
     optimizer.inner.step()
     for segment in optimizer.segments():
         segment.master.grad = None
+
+
+def _states_on_host(states: ShardedStates, optimizer: ShardedOptimizer) -> Iterator[Tensor]:
+    """Yield what offloading keeps in host memory; here host and device are the same."""
+    for bucket in states.buckets:
+        if "weights" in bucket.sharing.on_host:
+            yield bucket.weights
+        if "optimizer" in bucket.sharing.on_host:
+            if bucket.master is not bucket.weights:
+                yield bucket.master
+            for segment in bucket.segments:
+                yield from optimizer.inner.state[segment.master].values()
 
 
 def _batch(job: TrainingJob, layout: Layout) -> Batch:

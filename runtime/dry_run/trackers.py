@@ -7,7 +7,7 @@ real tensors or on fake ones. It shares no formula with the cost model:
               products forward and five backward over half of the square where causal
     bytes     of collectives, by the ranks that take part (see `Message`)
     storage   each storage once, from the operator that made it until nothing refers to it, in
-              the 512-byte blocks of CUDA's caching allocator
+              the 512-byte blocks of CUDA's caching allocator; none in host memory
 """
 
 import math
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runtime.ops import grouped  # noqa: F401  (registers its operators)
-from runtime.states import buckets
+from runtime.states import buckets, host_memory
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
@@ -78,6 +78,7 @@ class Tracker(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._fills_host = False
 
     def __torch_dispatch__(
         self,
@@ -100,8 +101,17 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator["Tracker"]:
-        """Track operators, and storages that are resized without one (`buckets.resize`)."""
-        with patch.object(buckets, "resize", self._resize), self:
+        """Track operators, storages that are resized without one, and ways to the host."""
+        with (
+            patch.object(buckets, "resize", self._resize),
+            patch.multiple(
+                host_memory,
+                is_on_device=lambda _: True,
+                to_host=self._to_host(host_memory.to_host),
+                to_device=lambda tensor, _: tensor.clone(),
+            ),
+            self,
+        ):
             yield self
 
     def hold(self, tensor: Tensor) -> None:
@@ -110,9 +120,17 @@ class Tracker(TorchDispatchMode):
         key = id(storage)
         if key in self._storages:
             return
-        size = _blocks(storage.nbytes())
+        size = 0 if self._fills_host else _blocks(storage.nbytes())
         self._storages[key] = (weakref.ref(storage, lambda _: self._release(key)), size)
         self._grow(size)
+
+    def leave(self, tensor: Tensor) -> None:
+        """Count a tensor's storage no longer: it lies in host memory."""
+        self.hold(tensor)
+        key = id(tensor.untyped_storage())
+        reference, size = self._storages[key]
+        self._storages[key] = (reference, 0)
+        self.live -= size
 
     def reset_peak(self) -> None:
         """Look for the highest point from here on."""
@@ -133,6 +151,18 @@ class Tracker(TorchDispatchMode):
     def _release(self, key: int) -> None:
         _, size = self._storages.pop(key)
         self.live -= size
+
+    def _to_host(self, copy: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return a copy to the host whose result is not counted."""
+
+        def uncounted(tensor: Tensor) -> Tensor:
+            self._fills_host = True
+            try:
+                return copy(tensor)
+            finally:
+                self._fills_host = False
+
+        return uncounted
 
     def _resize(self, flat: Tensor, num_bytes: int) -> None:
         storage = flat.untyped_storage()

@@ -65,11 +65,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, group: Group, num_columns: int, ignore_index: int
     ) -> Tensor:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if num_columns < scores.shape[-1]:
-            scores = scores.clone()
-            scores[:, max(num_columns, 0) :] = float("-inf")
-        largest = all_reduce(scores.amax(-1), group, "max")
+        own = scores[:, : max(num_columns, 0)]  # padding does not count
+        lowest = scores.new_full(scores.shape[:-1], float("-inf"))
+        largest = all_reduce(own.amax(-1) if own.numel() else lowest, group, "max")
         exponentials = (scores - largest.unsqueeze(-1)).exp_()
+        exponentials[:, own.shape[-1] :] = 0.0
         columns, outside = _local_rows(labels, scores.shape[-1], group.index)
         chosen = scores.gather(-1, columns.unsqueeze(-1)).squeeze(-1) - largest
         sums = torch.stack((exponentials.sum(-1), chosen.masked_fill(outside, 0.0)))

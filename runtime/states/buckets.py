@@ -52,6 +52,7 @@ class Bucket:
 
     Attributes:
         full: Weights that the stage computes with, flat and padded.
+        weights: The own piece of them.
         master: The own piece in the optimizer's precision.
         gradients: The own piece of the step's gradients, complete after `finish_reduce`.
         segments: The own pieces of the single parameters.
@@ -89,11 +90,11 @@ class Bucket:
         own = slice(self._begin, self._begin + size)
         self.full = self._fill(parameters, length, values)
         cuts_weights = sharing.cuts("weights")
-        self._weights = self.full[own]
+        self.weights = self.full[own]
         if cuts_weights:
-            self._weights = self._weights.to(sharing.place("weights", self.full.device), copy=True)
+            self.weights = self.weights.to(sharing.place("weights", self.full.device), copy=True)
         # The same tensor where format and place are the same.
-        self.master = self._weights.to(sharing.place("optimizer", self.full.device), master_dtype)
+        self.master = self.weights.to(sharing.place("optimizer", self.full.device), master_dtype)
         self.segments = self._cut(parameters, own)
         self.gradients: Tensor | None = None
         self._whole: Tensor | None = None  # gradients of the step, or of one backward if cut
@@ -247,17 +248,17 @@ class Bucket:
     def start_publish(self) -> None:
         """Begin to carry the updated master weights into the weights that compute."""
         self.wait_gather()
-        if self.master is not self._weights:
-            self._weights.copy_(self.master)
+        if self.master is not self.weights:
+            self.weights.copy_(self.master)
         if self.sharing.is_published:
             self._gathering = collectives.start_all_gather(
-                self.full, self._weights, self.sharing.zero
+                self.full, self.weights, self.sharing.zero
             )
 
     def start_gather(self) -> None:
         """Begin to assemble the whole weights (ZeRO-3)."""
         resize(self.full, self._length * self.full.element_size())
-        own = self._weights.to(self.full.device, non_blocking=True)
+        own = self.weights.to(self.full.device, non_blocking=True)
         self._gathering = collectives.start_all_gather(self.full, own, self.sharing.zero)
 
     def wait_gather(self) -> None:
