@@ -71,6 +71,8 @@ class FrameworkBehaviour:
         extra_groups: Communicators over all ranks, beside one per axis in use.
         keeps_stage_outputs: A stage's output stays until its backward pass, beside the copy that
             was sent (Megatron frees its data).
+        offloads_by_tensor: Offloaded activations go one by one, as autograd saves them, and come
+            back so; else by the layer, one on its way while one is at work.
         puts_off_operands_alone: Between the halves of a split backward, inputs and output gradients
             of linear layers stay; otherwise all that the layer kept does (torch's autograd graph).
         preallocates_messages: Receive buffers exist for all micro-batches from the start
@@ -113,6 +115,7 @@ class FrameworkBehaviour:
     selective_modules: tuple[str, ...] = ("core_attn",)
     extra_groups: int = 0
     keeps_stage_outputs: bool = True
+    offloads_by_tensor: bool = False
     puts_off_operands_alone: bool = False
     preallocates_messages: bool = False
     message_groups: int = 0
@@ -138,6 +141,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         fused_logit_peak_bytes=8.0,
         uncut_logit_peak_bytes=12.0,
         keeps_stage_outputs=False,
+        offloads_by_tensor=True,
         puts_off_operands_alone=True,
     ),
     # Megatron Core with Transformer Engine. Gradients are reduced in bf16 in NVIDIA's recipes

@@ -33,6 +33,7 @@ DROPOUT_SCORE_BYTES = 3
 UNFUSED_NORM_BYTES = 6
 # Per token and expert: fp32 scores, fp32 probabilities, a boolean map, and 16-bit logits.
 ROUTER_BYTES = 11
+LAYERS_BEING_MOVED = 2  # offloaded by the layer: one on its way to the host, one at work
 # chosen: the fullest expert-parallel rank beyond its fair share where routing is not evened out.
 EXPERT_IMBALANCE = 1.2
 
@@ -49,6 +50,7 @@ class LayerBytes:
         put_off_again: The same where it is.
         waiting: The least per micro-batch in flight where it is not: `kept`, or `put_off`.
         transient: Gradients alive at once in backward.
+        fetched: What is on the device of `kept` at once where that is on the host.
 
     """
 
@@ -59,6 +61,7 @@ class LayerBytes:
     put_off_again: Column
     waiting: Column
     transient: Column
+    fetched: Column
 
 
 def layer_bytes(
@@ -97,6 +100,7 @@ def layer_bytes(
         put_off_again=operands if operands_alone else everything,
         waiting=np.where(table.puts_off, np.minimum(kept, put_off), kept),
         transient=np.broadcast_to(parts.backward_transient, len(table)).astype(np.float64),
+        fetched=_fetched(parts, kept, by_tensor=BEHAVIOURS[job.target].offloads_by_tensor),
     )
 
 
@@ -120,6 +124,22 @@ def _sum(parts: LayerActivations) -> Column:
         + parts.expert_answers
     )
     return np.asarray(once + 2 * parts.norm_outputs)
+
+
+def _fetched(parts: LayerActivations, kept: Column, *, by_tensor: bool) -> Column:
+    """Return what is on the device of offloaded activations while a layer runs backward.
+
+    By the tensor, the most that one operation saves: attention, or an activation.
+    """
+    if not by_tensor:
+        return LAYERS_BEING_MOVED * kept
+    operations = (
+        parts.queries_keys_values + parts.attention_output,
+        parts.ffn_hidden + parts.ffn_activation,
+        parts.expert_hidden + parts.expert_activation,
+    )
+    most: Column = np.maximum.reduce([np.broadcast_to(saved, len(kept)) for saved in operations])
+    return most
 
 
 def _selective(

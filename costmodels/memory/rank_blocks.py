@@ -13,8 +13,6 @@ from costmodels.model import ModelSpec
 
 Column = NDArray[np.float64]
 
-LAYERS_BEING_MOVED = 2  # offloaded activations: one layer on its way to the host, one at work
-
 
 class Kept(NamedTuple):
     """Bytes that one micro-batch keeps in the layers of a stage.
@@ -22,7 +20,7 @@ class Kept(NamedTuple):
     Attributes:
         until_input: Until its I or B.
         put_off: And then.
-        last: Of `until_input`, the last layer's; 0 where layers are on the host.
+        last: Of `until_input`, the last layer's; 0 where they are on the host.
         behind_first: That of all but the first layer.
 
     """
@@ -60,7 +58,7 @@ def blocks_of_rank(
 
 
 def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int) -> Kept:
-    """Return what one micro-batch keeps in the layers of a stage; offloading leaves two layers."""
+    """Return what one micro-batch keeps on the device in the layers of a stage."""
     counts = layers_by_kind(model, layout, stage)
     redone = 0
     if layout.recompute is Recompute.FULL:
@@ -81,9 +79,7 @@ def kept_by_stage(model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: 
     is_last = stage == layout.num_stages - 1
     output = 0.0 if is_last else float(blocks.transients.boundary[0])
     if Offload.ACTIVATIONS in layout.offload:
-        each = sorted(size for size, count in kept for _ in range(count))
-        held = sum(each[-LAYERS_BEING_MOVED:])
-        return Kept(until_input=held + output, put_off=put_off + output, last=0.0, behind_first=0.0)
+        return Kept(until_input=output, put_off=put_off + output, last=0.0, behind_first=0.0)
     held = sum(size * count for size, count in kept)
     some = [size for size, count in kept if count] or [0.0]  # some stages have ends alone
     return Kept(

@@ -182,7 +182,7 @@ def _loads_of_stage(
 
     def load(place: int, *, behind: float, released: float = 0.0) -> _Load:
         """Of the layer at a place from 1 in the stage."""
-        back = float(of_layer.brought_back[0]) if redone >= place else 0.0
+        back = float((of_layer.brought_back if redone >= place else of_layer.fetched)[0])
         before = layer if place > 1 else embedding
         return waiting._replace(activations=waiting.activations - released).plus(
             transient=float(of_layer.at_work[0]) + back + behind,

@@ -36,6 +36,7 @@ class LayerTransients:
         whole: Its weights, gathered.
         at_work: What it needs itself.
         brought_back: What comes on top where it is recomputed in full first.
+        fetched: What comes on top where its activations are on the host.
         behind: What the layer before it meets on top: gradients that are still being reduced.
 
     """
@@ -43,6 +44,7 @@ class LayerTransients:
     whole: Column
     at_work: Column
     brought_back: Column
+    fetched: Column
     behind: Column
 
     def least_of_stage(
@@ -112,6 +114,7 @@ class Transients:
             whole=np.maximum.reduce([layer.whole for layer in among]),
             at_work=np.maximum.reduce([layer.at_work for layer in among]),
             brought_back=np.maximum.reduce([layer.brought_back for layer in among]),
+            fetched=np.maximum.reduce([layer.fetched for layer in among]),
             behind=np.maximum.reduce([layer.behind for layer in among]),
         )
 
@@ -148,6 +151,7 @@ def transients(
             + _product(job, _largest_tensor(job, block))
             + layer.transient,
             brought_back=layer.everything - layer.recomputed,
+            fetched=layer.fetched * (table.offload_activations == 1),
             behind=_still_reduced(job, table, block),
         )
         for block, layer in zip(states, activations, strict=True)

@@ -7,7 +7,7 @@ import pytest
 
 from costmodels.hardware import make_cluster
 from costmodels.job import Optimizer, Switches, TrainingJob
-from costmodels.layout import Layout, Recompute, Schedule
+from costmodels.layout import Layout, Offload, Recompute, Schedule
 from costmodels.memory.estimate import estimate_memory
 from costmodels.profiles.reader import read_profile
 from planner.presets import read_model
@@ -50,6 +50,30 @@ CASES = {
     ),
     "weights cut": (LLAMA, {**SHARDED, "zero_stage": 3, "recompute": Recompute.FULL}, {}),
     "tied weights cut": (SMALL, {**SHARDED, "zero_stage": 3}, {}),
+    "optimizer on the host": (
+        LLAMA,
+        {**SHARDED, "zero_stage": 1, "offload": (Offload.OPTIMIZER,)},
+        {},
+    ),
+    "states on the host": (
+        LLAMA,
+        {**SHARDED, "zero_stage": 3, "offload": (Offload.OPTIMIZER, Offload.PARAMETERS)},
+        {},
+    ),
+    "activations on the host": (
+        SMALL,
+        {
+            "data_parallel": 2,
+            "zero_stage": 3,
+            "zero_group": 2,
+            "pipeline_parallel": 2,
+            "layers_per_stage": (2, 2),
+            "num_micro_batches": 4,
+            "micro_batch_size": 4,
+            "offload": (Offload.ACTIVATIONS,),
+        },
+        {},
+    ),
     # Each expert lies on one rank alone: ZeRO-3 cuts and gathers everything but experts.
     "latent attention, experts whole": (
         LATENT,
