@@ -23,12 +23,14 @@ class Moment(NamedTuple):
         until_input: Between F and B or I.
         put_off: Between I and W.
         before_b: A backward pass that gives both gradients comes next.
+        before_i: One that gives the input's gradient alone does.
 
     """
 
     until_input: tuple[int, ...]
     put_off: tuple[int, ...]
     before_b: bool
+    before_i: bool
 
     @property
     def in_flight(self) -> int:
@@ -66,11 +68,14 @@ def _moments_of_shape(
     schedule: Schedule, pipeline_parallel: int, stages_per_rank: int, num_micro_batches: int
 ) -> tuple[Moments, ...]:
     """Layouts of one shape share their moments, and a search asks for many of a shape."""
+    count = stages_per_rank
     ranks = held_moments(schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
     return tuple(
         tuple(
-            Moment(tuple(row[:stages_per_rank]), tuple(row[stages_per_rank:-1]), bool(row[-1]))
-            for row in _maximal(np.hstack([held.until_input, held.put_off, held.before_b])).tolist()
+            Moment(tuple(row[:count]), tuple(row[count:-2]), *map(bool, row[-2:]))
+            for row in _maximal(
+                np.hstack([held.until_input, held.put_off, held.before_b, held.before_i])
+            ).tolist()
         )
         for held in ranks
     )
@@ -92,7 +97,7 @@ def _covered_ranks(
     schedule: Schedule, pipeline_parallel: int, stages_per_rank: int, num_micro_batches: int
 ) -> tuple[bool, ...]:
     moments = _moments_of_shape(schedule, pipeline_parallel, stages_per_rank, num_micro_batches)
-    rows = [np.array([(*a, *b, whole) for a, b, whole in of_rank]) for of_rank in moments]
+    rows = [np.array([(*a, *b, *next_one) for a, b, *next_one in of_rank]) for of_rank in moments]
 
     def covers(before: NDArray[np.int64], mine: NDArray[np.int64]) -> bool:
         is_less = np.all(mine[:, None] <= before, axis=2)

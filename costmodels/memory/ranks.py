@@ -26,6 +26,7 @@ from costmodels.memory.blocks import BlockMemory
 from costmodels.memory.moments import Moment, covered_by_the_one_before
 from costmodels.memory.rank_blocks import Kept, blocks_of_rank, kept_by_stage, layers_by_kind
 from costmodels.memory.states import BlockStates
+from costmodels.memory.transients import LayerTransients
 from costmodels.memory.weight_bytes import copies_at_step
 from costmodels.model import ModelSpec
 from costmodels.targets import BEHAVIOURS
@@ -144,12 +145,17 @@ def _layer_loads(
     """Return the moments of the layers of each stage of which a micro-batch is about to go."""
     found = []
     for place, stage in enumerate(stages):
-        waits = moment.until_input[place] or moment.put_off[place]
-        if waits and layout.layers_per_stage[stage]:
-            is_whole = moment.before_b and moment.until_input[place] > 0
-            found += _loads_of_stage(
-                model, layout, blocks, stage, kept[place], waiting=waiting, is_whole=is_whole
-            )
+        if not layout.layers_per_stage[stage]:
+            continue
+        has_input = moment.until_input[place] > 0
+        if moment.before_b and has_input:
+            found += _loads_of_stage(model, layout, blocks, stage, kept[place], waiting=waiting)
+        elif moment.before_i and has_input:
+            stays = max(0.0, kept[place].put_off - kept[place].until_input)
+            begun = waiting._replace(activations=waiting.activations + stays)
+            found.append(_load_of_input_half(model, layout, blocks, stage, begun))
+        elif moment.put_off[place]:
+            found.append(_load_of_weight_half(model, layout, blocks, stage, waiting))
     return found
 
 
@@ -161,20 +167,16 @@ def _loads_of_stage(
     kept: Kept,
     *,
     waiting: _Load,
-    is_whole: bool,
 ) -> list[_Load]:
     """Return the moments of a stage's last layer, of the one before it, and of the first one.
 
     The last one meets all activations and what is left of the head, the others those of the layers
     before them and gradients of the layer behind them. The first one meets the embedding's weights.
-    Of a split backward (not `is_whole`) all are one: what an I brings back stays, and counts with
-    what waits for weight gradients.
     """
-    moving, counts = blocks.transients, layers_by_kind(model, layout, stage)
-    kinds = [place for place, kind in enumerate(blocks.kinds) if counts[kind.has_experts]]
-    of_layer = moving.largest(kinds)
-    count, redone = sum(counts), 0
-    if layout.recompute is Recompute.FULL and is_whole:
+    moving, count = blocks.transients, layout.layers_per_stage[stage]
+    of_layer = _layer_of_stage(model, layout, blocks, stage)
+    redone = 0
+    if layout.recompute is Recompute.FULL:
         redone = layout.recompute_layers or count
     embedding = float(moving.whole_embedding[0]) if stage == 0 else 0.0
     layer, after_layer = float(of_layer.whole[0]), float(of_layer.behind[0])
@@ -189,14 +191,48 @@ def _loads_of_stage(
             gathered=float(moving.whole_ends[0]) + layer + before,
         )
 
-    if not is_whole:
-        return [load(count, behind=max(after_head, after_layer if count > 1 else 0.0))]
     found = [load(count, behind=after_head)]
     if count > 1:
         found.append(load(count - 1, behind=after_layer, released=kept.last))
     if count > 2 and embedding > layer:  # noqa: PLR2004  (neither of the two above)
         found.append(load(1, behind=after_layer, released=kept.behind_first))
     return found
+
+
+def _load_of_input_half(
+    model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int, waiting: _Load
+) -> _Load:
+    """Return the moment of an I, where what it brings back for the W is among what waits."""
+    moving, of_layer = blocks.transients, _layer_of_stage(model, layout, blocks, stage)
+    layer = float(of_layer.whole[0])
+    is_alone = layout.layers_per_stage[stage] == 1
+    before = float(moving.whole_embedding[0]) * (stage == 0) if is_alone else layer
+    return waiting.plus(
+        transient=float((of_layer.by_input + of_layer.fetched)[0]),
+        gathered=float(moving.whole_ends[0]) + layer + before,
+    )
+
+
+def _load_of_weight_half(
+    model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int, waiting: _Load
+) -> _Load:
+    """Return the moment of a W: it needs no weights, and gradients behind it are reduced."""
+    moving, of_layer = blocks.transients, _layer_of_stage(model, layout, blocks, stage)
+    after_head = float(moving.after_head[0]) if stage == layout.num_stages - 1 else 0.0
+    after_layer = float(of_layer.behind[0]) * (layout.layers_per_stage[stage] > 1)
+    return waiting.plus(
+        transient=float(of_layer.by_weight[0]) + max(after_head, after_layer),
+        gathered=float(moving.whole_ends[0]),
+    )
+
+
+def _layer_of_stage(
+    model: ModelSpec, layout: Layout, blocks: BlockMemory, stage: int
+) -> LayerTransients:
+    """Return what the layers of a stage need at most, one at a time."""
+    counts = layers_by_kind(model, layout, stage)
+    kinds = [place for place, kind in enumerate(blocks.kinds) if counts[kind.has_experts]]
+    return blocks.transients.largest(kinds)
 
 
 def _head_loads(blocks: BlockMemory, waiting: _Load, moment: Moment) -> list[_Load]:
@@ -218,8 +254,13 @@ def _head_loads(blocks: BlockMemory, waiting: _Load, moment: Moment) -> list[_Lo
 def _embedding_load(
     blocks: BlockMemory, waiting: _Load, kept: Kept, moment: Moment, *, late: float
 ) -> _Load:
-    """Return the moment of the embedding's gradient: the layers' activations are gone."""
-    mine = kept.put_off if moment.put_off[0] else kept.until_input
+    """Return the moment of the embedding's gradient, which comes with the input's.
+
+    The layers' activations are gone, but for what waits for weights' gradients.
+    """
+    mine = kept.until_input if moment.until_input[0] else kept.put_off
+    if moment.before_i and moment.until_input[0]:
+        mine -= kept.put_off
     moving = blocks.transients
     reduced = late - float(blocks.embedding.late_gradients[0])
     return waiting._replace(

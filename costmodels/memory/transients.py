@@ -7,7 +7,7 @@ layers or its head run.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,18 +34,28 @@ class LayerTransients:
 
     Attributes:
         whole: Its weights, gathered.
-        at_work: What it needs itself.
+        at_work: What it needs itself, for both gradients.
+        by_input: For the input's gradient alone: what W wants stays.
+        by_weight: For the weights' gradients alone.
+        least: The least of it whichever of them the layout's schedule has.
         brought_back: What comes on top where it is recomputed in full first.
         fetched: What comes on top where its activations are on the host.
         behind: What the layer before it meets on top: gradients that are still being reduced.
+        least_whole: The least of `whole` whichever passes the schedule has.
+        least_behind: The least of `behind`.
 
     """
 
     whole: Column
     at_work: Column
+    by_input: Column
+    by_weight: Column
+    least: Column
     brought_back: Column
     fetched: Column
     behind: Column
+    least_whole: Column
+    least_behind: Column
 
     def least_of_stage(
         self, num_layers: int, *, grown: float, released: Column, brought_back: Column | float = 0.0
@@ -62,11 +72,11 @@ class LayerTransients:
             brought_back: What recomputation brings back, `grown` in.
 
         """
-        last = self.whole * (1 + (num_layers > 1)) + grown * self.at_work + brought_back
+        last = self.least_whole * (1 + (num_layers > 1)) + grown * self.least + brought_back
         if num_layers == 1:
             return last
-        before = self.whole * (1 + (num_layers >= MANY_LAYERS))
-        before = before + grown * (self.at_work + self.behind) + brought_back - released
+        before = self.least_whole * (1 + (num_layers >= MANY_LAYERS))
+        before = before + grown * (self.least + self.least_behind) + brought_back - released
         return np.maximum(last, before)
 
 
@@ -111,11 +121,10 @@ class Transients:
         if len(among) == 1:
             return among[0]
         return LayerTransients(
-            whole=np.maximum.reduce([layer.whole for layer in among]),
-            at_work=np.maximum.reduce([layer.at_work for layer in among]),
-            brought_back=np.maximum.reduce([layer.brought_back for layer in among]),
-            fetched=np.maximum.reduce([layer.fetched for layer in among]),
-            behind=np.maximum.reduce([layer.behind for layer in among]),
+            **{
+                part.name: np.maximum.reduce([getattr(layer, part.name) for layer in among])
+                for part in fields(LayerTransients)
+            }
         )
 
 
@@ -144,16 +153,7 @@ def transients(
     behaviour = BEHAVIOURS[job.target]
     always = _buffers(job, table) + _placeholders(model, job, table) + _messages(model, job, table)
     layers = tuple(
-        LayerTransients(
-            whole=block.gathered,
-            at_work=always
-            + _whole_gradients(job, table, block)
-            + _product(job, _largest_tensor(job, block))
-            + layer.transient,
-            brought_back=layer.everything - layer.recomputed,
-            fetched=layer.fetched * (table.offload_activations == 1),
-            behind=_still_reduced(job, table, block),
-        )
+        _layer_transients(job, table, block, layer, always)
         for block, layer in zip(states, activations, strict=True)
     )
     of_head = _whole_gradients(job, table, head)
@@ -182,6 +182,28 @@ def transients(
         head=always + _product(job, output),
         head_kept=always + of_head + _product(job, output),
         head_put_off=always + of_head + 2 * _product(job, output),
+    )
+
+
+def _layer_transients(
+    job: TrainingJob, table: LayoutTable, block: BlockStates, layer: LayerBytes, always: Column
+) -> LayerTransients:
+    """Return what a layer of one kind needs while it runs backward."""
+    of_weights = _whole_gradients(job, table, block) + _product(job, _largest_tensor(job, block))
+    at_work = always + of_weights + layer.transient
+    by_input, by_weight = always + layer.transient + layer.stays, always + of_weights
+    behind = _still_reduced(job, table, block)
+    return LayerTransients(
+        whole=block.gathered,
+        at_work=at_work,
+        by_input=by_input,
+        by_weight=by_weight,
+        least=np.where(table.puts_off, np.minimum(by_input, by_weight), at_work),
+        brought_back=layer.everything - layer.recomputed,
+        fetched=layer.fetched * (table.offload_activations == 1),
+        behind=behind,
+        least_whole=np.where(table.puts_off, 0.0, block.gathered),
+        least_behind=np.where(table.puts_off, 0.0, behind),
     )
 
 

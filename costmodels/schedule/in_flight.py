@@ -42,6 +42,7 @@ class HeldMoments:
         until_input: Micro-batches between their F and their B or I.
         until_weight: Micro-batches between their F and their B or W; never fewer.
         before_b: Whether a B comes next; one column.
+        before_i: Whether an I does.
 
     """
 
@@ -49,6 +50,7 @@ class HeldMoments:
     until_input: NDArray[np.int64]
     until_weight: NDArray[np.int64]
     before_b: NDArray[np.bool_]
+    before_i: NDArray[np.bool_]
 
     @property
     def put_off(self) -> NDArray[np.int64]:
@@ -158,6 +160,7 @@ def _moments_of_row(
             np.cumsum(starts.astype(np.int64) - lets_input_go, axis=0),
             np.cumsum(starts.astype(np.int64) - lets_weight_go, axis=0),
             np.append(kind[1:] == BACKWARD_CODE, False)[:, None],
+            np.append(kind[1:] == INPUT_CODE, False)[:, None],
         ],
         axis=1,
     )
@@ -166,6 +169,7 @@ def _moments_of_row(
     return HeldMoments(
         stages=stages,
         until_input=rows[:, :count],
-        until_weight=rows[:, count:-1],
-        before_b=rows[:, -1:] > 0,
+        until_weight=rows[:, count:-2],
+        before_b=rows[:, -2:-1] > 0,
+        before_i=rows[:, -1:] > 0,
     )

@@ -153,4 +153,4 @@ def test_stage_memory_adds_up_to_the_estimate_of_the_last_rank():
     parts = estimate_memory(DENSE, job, cluster, layout).per_rank[0]
     cached = parts.reserved - by_hand
     assert 0 <= cached <= 0.35 * (parts.activations + parts.logits + parts.transient)
-    assert moment == Moment(until_input=(2,), put_off=(0,), before_b=True)
+    assert moment == Moment(until_input=(2,), put_off=(0,), before_b=True, before_i=False)
