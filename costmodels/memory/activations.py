@@ -193,9 +193,10 @@ def _parts(
     tensor = table.tensor_parallel
     tokens = tokens_per_rank(job, table)
     sequence_shards = np.where(table.sequence_parallel == 1, tensor, 1)
-    routed = tokens / sequence_shards * table.expert_tensor_parallel
+    # Tensor ranks never send a token twice: each routes its own part, also of whole sequences.
+    routed = tokens / tensor * table.expert_tensor_parallel
     answers = moe.experts_per_token if moe and behaviour.keeps_expert_answers else 0
-    answered = tokens / sequence_shards * answers
+    answered = tokens / tensor * answers
     ffn_width = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size
     value_dim = latent.v_head_dim if latent else model.head_dim
     key_dim = latent.qk_head_dim if latent else model.head_dim
@@ -229,7 +230,7 @@ def _parts(
         ffn_inputs=2 if model.gated_ffn else 1,
         ffn_copies=_gate_copies(model, job, behaviour),
         num_experts=moe.num_experts if moe else 0,
-        router_bytes=ROUTER_BYTES,
+        router_bytes=ROUTER_BYTES * sequence_shards / tensor,
         routed_tokens=routed * (moe.experts_per_token * _imbalance(job, table) if moe else 0),
         answered_tokens=answered,
         expert_width=moe.ffn_hidden_size if moe else 0,
