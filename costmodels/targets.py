@@ -39,6 +39,8 @@ class FrameworkBehaviour:
         keeps_gathered_in_pipeline: With pipeline stages, ZeRO-3 gathers weights once per step and
             keeps them, and whole gradients too, over all micro-batches.
         keeps_ends_gathered: Embedding and head stay whole from forward to backward (FSDP's root).
+        gathers_late: Under sequence parallelism, routing and the compression of latent attention
+            take a rank's own tokens; no whole input of theirs is kept.
         saves_gathered_input: Column-parallel matrices keep the gathered input under sequence
             parallelism, rather than gather it again.
         unfused_gate: A gated activation keeps the activated gate beside its inputs.
@@ -94,6 +96,7 @@ class FrameworkBehaviour:
     collects_gradients: bool = False
     keeps_gathered_in_pipeline: bool = False
     keeps_ends_gathered: bool = False
+    gathers_late: bool = False
     saves_gathered_input: bool = False
     unfused_gate: bool = True
     keeps_expert_answers: bool = False
@@ -141,6 +144,7 @@ BEHAVIOURS: dict[Target, FrameworkBehaviour] = {
         fused_logit_peak_bytes=8.0,
         uncut_logit_peak_bytes=12.0,
         keeps_stage_outputs=False,
+        gathers_late=True,
         offloads_by_tensor=True,
         puts_off_operands_alone=True,
     ),

@@ -85,13 +85,14 @@ def layer_bytes(
     """
     parts = _parts(model, job, kind, table)
     parallel_norms = min(model.norms_per_layer, 2)
-    everything = _sum(parts) + (parallel_norms - 2) * parts.norm_outputs
+    late = _gathered_late(model, job, kind, parts)
+    everything = _sum(parts) + (parallel_norms - 2) * parts.norm_outputs - late
     everything = np.broadcast_to(everything, len(table)).astype(np.float64)
     selected = modules or BEHAVIOURS[job.target].selective_modules
     selective = _selective(parts, everything, selected, table)
     is_selective = table.recompute == RECOMPUTES.index(Recompute.SELECTIVE)
     kept = np.where(is_selective, selective, everything)
-    operands = np.broadcast_to(parts.linear_operands, len(table)).astype(np.float64)
+    operands = np.broadcast_to(parts.linear_operands - late, len(table)).astype(np.float64)
     operands_alone = BEHAVIOURS[job.target].puts_off_operands_alone
     put_off = operands if operands_alone else kept
     return LayerBytes(
@@ -219,7 +220,7 @@ def _parts(
         value_width=key_heads * value_dim,
         output_width=heads * value_dim,
         key_value_shards=np.minimum(tensor, key_heads),
-        latent_width=_latent_width(model),
+        latent_width=_latent_width(model, sequence_shards if behaviour.gathers_late else 1),
         num_input_norms=1 if model.parallel_block else 2,
         num_output_norms=max(model.norms_per_layer - 2, 0),
         norm_copy_bytes=0 if job.switches.fused_norm else UNFUSED_NORM_BYTES,
@@ -239,12 +240,25 @@ def _parts(
     )
 
 
-def _latent_width(model: ModelSpec) -> int:
-    """Return compressed queries, keys and values, before and after their norms."""
+def _latent_width(model: ModelSpec, shards_before: Column | int) -> Column | float:
+    """Return compressed queries, keys and values, before their norms (cut) and after them."""
     latent = model.latent_attention
     if latent is None:
         return 0
-    return 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
+    after = (latent.q_lora_rank or 0) + latent.kv_lora_rank
+    return (after + latent.qk_rope_head_dim) / shards_before + after
+
+
+def _gathered_late(
+    model: ModelSpec, job: TrainingJob, kind: LayerKind, parts: LayerActivations
+) -> Column | int:
+    """Return what whole norm outputs hold too much where a rank keeps its own tokens' alone."""
+    if not BEHAVIOURS[job.target].gathers_late:
+        return 0
+    moe = model.moe if kind.has_experts else None
+    is_routed = moe is not None and not moe.shared_ffn_hidden_size
+    num_norms = int(model.latent_attention is not None) + int(is_routed)
+    return np.asarray(num_norms * (parts.norm_outputs - parts.layer_input))
 
 
 def _input_bytes(job: TrainingJob, behaviour: FrameworkBehaviour) -> int:
