@@ -31,6 +31,7 @@ class LayerActivations(NamedTuple):
     exchanged_tokens: Value
     linear_operands: Value
     backward_transient: Value
+    answers_transient: Value
 
 
 def layer_activations(*, answered_tokens: Value, element_bytes: Value, expert_tensor_parallel: Value, expert_width: Value, ffn_copies: Value, ffn_inputs: Value, ffn_width: Value, hidden: Value, input_bytes: Value, input_shards: Value, key_length: Value, key_value_shards: Value, key_width: Value, latent_width: Value, norm_copy_bytes: Value, num_experts: Value, num_heads: Value, num_input_norms: Value, num_output_norms: Value, output_width: Value, qk_norm_width: Value, query_width: Value, released_width: Value, routed_tokens: Value, router_bytes: Value, score_bytes: Value, score_gradient_bytes: Value, sequence_shards: Value, tensor_parallel: Value, tokens: Value, value_width: Value) -> LayerActivations:
@@ -61,6 +62,7 @@ def layer_activations(*, answered_tokens: Value, element_bytes: Value, expert_te
     t_23 = answered_tokens*t_22
     t_24 = 2*hidden*t_2
     t_25 = ffn_inputs*t_17
+    t_26 = t_24*(1 - t_0) + 2*t_3
     return LayerActivations(
         layer_input=t_3,
         norm_inputs=t_3*(t_4 - 1),
@@ -81,5 +83,6 @@ def layer_activations(*, answered_tokens: Value, element_bytes: Value, expert_te
         alternate_operations=4*t_13 + t_15 + t_2*(value_width*t_10 + t_1 + t_17 + t_9),
         exchanged_tokens=2*routed_tokens*t_22,
         linear_operands=t_12 + t_15 + t_18 + t_2*t_25 + t_24 + 2*t_6 + t_7,
-        backward_transient=t_24*(1 - t_0) + 2*t_3 + np.maximum(np.maximum(t_2*np.maximum(t_25, t_11 + t_14), np.maximum(element_bytes*routed_tokens*(ffn_inputs*t_20 + hidden) - released_width*t_19*t_21 - t_23, 2*t_23)), key_length*score_gradient_bytes*t_13),
+        backward_transient=t_26 + np.maximum(np.maximum(t_2*np.maximum(t_25, t_11 + t_14), element_bytes*routed_tokens*(ffn_inputs*t_20 + hidden) - released_width*t_19*t_21 - t_23), key_length*score_gradient_bytes*t_13),
+        answers_transient=2*t_23 + t_26,
     )

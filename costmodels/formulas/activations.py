@@ -178,13 +178,10 @@ def linear_operands() -> Expr:
 def backward_transient() -> Expr:
     """Return gradients alive at once in the widest block of a layer's backward pass.
 
-    The gradient of the widest hidden tensor beside two of the residual stream, and a
-    re-gathered input with its gradient where the sequence is cut. Answers of experts that were kept
-    meet their gradient and, before it is summed, that of their weights; they and the output of the
-    activation are gone when the gradient of the activation's input comes.
+    The gradient of the widest hidden tensor beside those of the residual stream. Answers of experts
+    that were kept, and the output of the activation, are gone when the gradient of the activation's
+    input comes.
     """
-    stream = element_bytes * tokens * hidden / sequence_shards
-    gathered = 2 * element_bytes * tokens * hidden * (1 - 1 / sequence_shards)
     keys_values = (key_width + value_width) / key_value_shards
     widths = maximum(
         ffn_width / tensor_parallel * ffn_inputs,
@@ -195,9 +192,22 @@ def backward_transient() -> Expr:
     width = expert_width / expert_tensor_parallel * ffn_inputs
     experts = element_bytes * routed_tokens * (width + hidden)
     gone = element_bytes * routed_tokens * released_width / expert_tensor_parallel
-    answers = expert_answers()
-    experts = Maximum(experts - gone - answers, 2 * answers)
-    return 2 * stream + gathered + Maximum(Maximum(dense, experts), scores)
+    experts = experts - gone - expert_answers()
+    return _residual_gradients() + Maximum(Maximum(dense, experts), scores)
+
+
+def answers_transient() -> Expr:
+    """Return gradients alive at once where experts' answers are weighed, before their matrices run.
+
+    Answers that were kept meet their gradient and, before it is summed, that of their weights.
+    """
+    return _residual_gradients() + 2 * expert_answers()
+
+
+def _residual_gradients() -> Expr:
+    """Return two gradients of the residual stream, re-gathered where the sequence is cut."""
+    stream = element_bytes * tokens * hidden / sequence_shards
+    return 2 * stream + 2 * element_bytes * tokens * hidden * (1 - 1 / sequence_shards)
 
 
 def formulas() -> tuple[Formula, ...]:
@@ -223,6 +233,7 @@ def formulas() -> tuple[Formula, ...]:
         exchanged_tokens,
         linear_operands,
         backward_transient,
+        answers_transient,
     )
     return (
         Formula(

@@ -50,6 +50,7 @@ class LayerBytes:
         put_off_again: The same where it is.
         waiting: The least per micro-batch in flight where it is not: `kept`, or `put_off`.
         transient: Gradients alive at once in backward.
+        at_answers: The same before the matrices of experts run.
         stays: What backward lets go before that moment, but not where it is split.
         fetched: What is on the device of `kept` at once where that is on the host.
 
@@ -62,6 +63,7 @@ class LayerBytes:
     put_off_again: Column
     waiting: Column
     transient: Column
+    at_answers: Column
     stays: Column
     fetched: Column
 
@@ -103,6 +105,7 @@ def layer_bytes(
         put_off_again=operands if operands_alone else everything,
         waiting=np.where(table.puts_off, np.minimum(kept, put_off), kept),
         transient=np.broadcast_to(parts.backward_transient, len(table)).astype(np.float64),
+        at_answers=np.broadcast_to(parts.answers_transient, len(table)).astype(np.float64),
         stays=np.broadcast_to(
             np.maximum(parts.ffn_activation, parts.expert_activation), len(table)
         ).astype(np.float64),

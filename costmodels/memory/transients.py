@@ -190,8 +190,9 @@ def _layer_transients(
 ) -> LayerTransients:
     """Return what a layer of one kind needs while it runs backward."""
     of_weights = _whole_gradients(job, table, block) + _product(job, _largest_tensor(job, block))
-    at_work = always + of_weights + layer.transient
-    by_input, by_weight = always + layer.transient + layer.stays, always + of_weights
+    at_work = always + np.maximum(of_weights + layer.transient, layer.at_answers)
+    by_input = always + np.maximum(layer.transient + layer.stays, layer.at_answers)
+    by_weight = always + of_weights
     behind = _still_reduced(job, table, block)
     return LayerTransients(
         whole=block.gathered,
