@@ -31,6 +31,7 @@ class LayerActivations(NamedTuple):
     exchanged_tokens: Value
     linear_operands: Value
     backward_transient: Value
+    attention_transient: Value
     answers_transient: Value
 
 
@@ -54,15 +55,16 @@ def layer_activations(*, answered_tokens: Value, element_bytes: Value, expert_te
     t_15 = t_14*t_2
     t_16 = ffn_copies + ffn_inputs
     t_17 = ffn_width*t_8
-    t_18 = input_bytes*tokens*t_17
-    t_19 = 1/expert_tensor_parallel
-    t_20 = expert_width*t_19
-    t_21 = element_bytes*routed_tokens
-    t_22 = element_bytes*hidden
-    t_23 = answered_tokens*t_22
-    t_24 = 2*hidden*t_2
-    t_25 = ffn_inputs*t_17
-    t_26 = t_24*(1 - t_0) + 2*t_3
+    t_18 = t_17*t_2
+    t_19 = input_bytes*tokens*t_17
+    t_20 = 1/expert_tensor_parallel
+    t_21 = expert_width*t_20
+    t_22 = element_bytes*routed_tokens
+    t_23 = element_bytes*hidden
+    t_24 = answered_tokens*t_23
+    t_25 = 2*hidden*t_2
+    t_26 = ffn_inputs*t_18
+    t_27 = t_25*(1 - t_0) + 2*t_3
     return LayerActivations(
         layer_input=t_3,
         norm_inputs=t_3*(t_4 - 1),
@@ -73,16 +75,17 @@ def layer_activations(*, answered_tokens: Value, element_bytes: Value, expert_te
         qk_norm_inputs=qk_norm_width*t_2*t_8,
         attention_scores=t_13*(key_length*score_bytes + 4),
         attention_output=t_15,
-        ffn_hidden=t_16*t_17*t_2,
-        ffn_activation=t_18,
+        ffn_hidden=t_16*t_18,
+        ffn_activation=t_19,
         routing=num_experts*router_bytes*tokens*t_0,
         expert_inputs=routed_tokens*t_5,
-        expert_hidden=t_16*t_20*t_21,
-        expert_activation=input_bytes*routed_tokens*t_20,
-        expert_answers=t_23,
+        expert_hidden=t_16*t_21*t_22,
+        expert_activation=input_bytes*routed_tokens*t_21,
+        expert_answers=t_24,
         alternate_operations=4*t_13 + t_15 + t_2*(value_width*t_10 + t_1 + t_17 + t_9),
-        exchanged_tokens=2*routed_tokens*t_22,
-        linear_operands=t_12 + t_15 + t_18 + t_2*t_25 + t_24 + 2*t_6 + t_7,
-        backward_transient=t_26 + np.maximum(np.maximum(t_2*np.maximum(t_25, t_11 + t_14), element_bytes*routed_tokens*(ffn_inputs*t_20 + hidden) - released_width*t_19*t_21 - t_23), key_length*score_gradient_bytes*t_13),
-        answers_transient=2*t_23 + t_26,
+        exchanged_tokens=2*routed_tokens*t_23,
+        linear_operands=t_12 + t_15 + t_19 + t_25 + t_26 + 2*t_6 + t_7,
+        backward_transient=t_27 + np.maximum(t_26, element_bytes*routed_tokens*(ffn_inputs*t_21 + hidden) - released_width*t_20*t_22 - t_24),
+        attention_transient=t_27 + np.maximum(t_2*(t_11 + t_14), key_length*score_gradient_bytes*t_13),
+        answers_transient=2*t_24 + t_27,
     )

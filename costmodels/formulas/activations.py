@@ -17,7 +17,7 @@ truncated Llama-70B and DeepSeek-V2 (tests/costmodels/test_memory_measured.py).
 
 from sympy import Expr
 
-from costmodels.formulas.functions import Formula, Maximum, maximum
+from costmodels.formulas.functions import Formula, Maximum
 from costmodels.symbols import Quantity
 
 tokens = Quantity("tokens", "1", "tokens of a micro-batch on one rank, before sequence parallelism")
@@ -176,24 +176,26 @@ def linear_operands() -> Expr:
 
 
 def backward_transient() -> Expr:
-    """Return gradients alive at once in the widest block of a layer's backward pass.
+    """Return gradients alive at once while the feed-forward block or its experts run backward.
 
-    The gradient of the widest hidden tensor beside those of the residual stream. Answers of experts
+    The gradient of the hidden tensor beside those of the residual stream. Answers of experts
     that were kept, and the output of the activation, are gone when the gradient of the activation's
     input comes.
     """
-    keys_values = (key_width + value_width) / key_value_shards
-    widths = maximum(
-        ffn_width / tensor_parallel * ffn_inputs,
-        query_width / tensor_parallel + keys_values + output_width / tensor_parallel,
-    )
-    dense = element_bytes * tokens * widths
-    scores = score_gradient_bytes * tokens * key_length * num_heads / tensor_parallel
+    dense = element_bytes * tokens * ffn_width / tensor_parallel * ffn_inputs
     width = expert_width / expert_tensor_parallel * ffn_inputs
     experts = element_bytes * routed_tokens * (width + hidden)
     gone = element_bytes * routed_tokens * released_width / expert_tensor_parallel
     experts = experts - gone - expert_answers()
-    return _residual_gradients() + Maximum(Maximum(dense, experts), scores)
+    return _residual_gradients() + Maximum(dense, experts)
+
+
+def attention_transient() -> Expr:
+    """Return gradients alive at once while attention runs backward."""
+    keys_values = (key_width + value_width) / key_value_shards
+    widths = query_width / tensor_parallel + keys_values + output_width / tensor_parallel
+    scores = score_gradient_bytes * tokens * key_length * num_heads / tensor_parallel
+    return _residual_gradients() + Maximum(element_bytes * tokens * widths, scores)
 
 
 def answers_transient() -> Expr:
@@ -233,6 +235,7 @@ def formulas() -> tuple[Formula, ...]:
         exchanged_tokens,
         linear_operands,
         backward_transient,
+        attention_transient,
         answers_transient,
     )
     return (

@@ -104,7 +104,7 @@ def layer_bytes(
         put_off=put_off,
         put_off_again=operands if operands_alone else everything,
         waiting=np.where(table.puts_off, np.minimum(kept, put_off), kept),
-        transient=np.broadcast_to(parts.backward_transient, len(table)).astype(np.float64),
+        transient=_transient(parts, selected if is_selective.any() else (), len(table)),
         at_answers=np.broadcast_to(parts.answers_transient, len(table)).astype(np.float64),
         stays=np.broadcast_to(
             np.maximum(parts.ffn_activation, parts.expert_activation), len(table)
@@ -133,6 +133,25 @@ def _sum(parts: LayerActivations) -> Column:
         + parts.expert_answers
     )
     return np.asarray(once + 2 * parts.norm_outputs)
+
+
+def _transient(parts: LayerActivations, dropped: tuple[str, ...], num_rows: int) -> Column:
+    """Return gradients alive at once in the wider block of a layer, beside all that it keeps.
+
+    What the feed-forward block kept is gone when attention runs backward.
+    """
+    gone = (
+        parts.ffn_hidden
+        + parts.ffn_activation
+        + parts.expert_inputs
+        + parts.expert_hidden
+        + parts.expert_activation
+        + parts.expert_answers
+    )
+    is_kept = not set(dropped) & {"mlp", "moe", "moe_act", "per-op", "every-2nd-layer"}
+    of_attention = parts.attention_transient - is_kept * gone
+    widest: Column = np.maximum(np.broadcast_to(parts.backward_transient, num_rows), of_attention)
+    return widest
 
 
 def _fetched(parts: LayerActivations, kept: Column, *, by_tensor: bool) -> Column:
