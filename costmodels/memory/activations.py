@@ -33,7 +33,8 @@ DROPOUT_SCORE_BYTES = 3
 UNFUSED_NORM_BYTES = 6
 # Per token and expert: fp32 scores, fp32 probabilities, a boolean map, and 16-bit logits.
 ROUTER_BYTES = 11
-LAYERS_BEING_MOVED = 2  # offloaded by the layer: one on its way to the host, one at work
+LAYERS_BEING_MOVED = 2  # chosen: offloaded by the layer, one on its way, one at work
+OF_BLOCK = frozenset({"mlp", "moe", "moe_act", "per-op", "every-2nd-layer"})  # drop what it keeps
 # chosen: the fullest expert-parallel rank beyond its fair share where routing is not evened out.
 EXPERT_IMBALANCE = 1.2
 
@@ -104,7 +105,7 @@ def layer_bytes(
         put_off=put_off,
         put_off_again=operands if operands_alone else everything,
         waiting=np.where(table.puts_off, np.minimum(kept, put_off), kept),
-        transient=_transient(parts, selected if is_selective.any() else (), len(table)),
+        transient=_transient(parts, drops_block=is_selective & bool(set(selected) & OF_BLOCK)),
         at_answers=np.broadcast_to(parts.answers_transient, len(table)).astype(np.float64),
         stays=np.broadcast_to(
             np.maximum(parts.ffn_activation, parts.expert_activation), len(table)
@@ -135,7 +136,7 @@ def _sum(parts: LayerActivations) -> Column:
     return np.asarray(once + 2 * parts.norm_outputs)
 
 
-def _transient(parts: LayerActivations, dropped: tuple[str, ...], num_rows: int) -> Column:
+def _transient(parts: LayerActivations, drops_block: NDArray[np.bool_]) -> Column:
     """Return gradients alive at once in the wider block of a layer, beside all that it keeps.
 
     What the feed-forward block kept is gone when attention runs backward.
@@ -148,9 +149,8 @@ def _transient(parts: LayerActivations, dropped: tuple[str, ...], num_rows: int)
         + parts.expert_activation
         + parts.expert_answers
     )
-    is_kept = not set(dropped) & {"mlp", "moe", "moe_act", "per-op", "every-2nd-layer"}
-    of_attention = parts.attention_transient - is_kept * gone
-    widest: Column = np.maximum(np.broadcast_to(parts.backward_transient, num_rows), of_attention)
+    of_attention = parts.attention_transient - np.where(drops_block, 0.0, gone)
+    widest: Column = np.maximum(parts.backward_transient, of_attention)
     return widest
 
 
