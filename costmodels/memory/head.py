@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
-from costmodels.memory.activations import element_bytes, tokens_per_rank
+from costmodels.memory.layer_parts import element_bytes, tokens_per_rank
 from costmodels.model import ModelSpec
 from costmodels.network.shard import padded_rows
 from costmodels.targets import BEHAVIOURS, fuses_loss, works_on_whole_logits

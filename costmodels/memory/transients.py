@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from costmodels.job import TrainingJob
 from costmodels.layout_table import LayoutTable
-from costmodels.memory.activations import LayerBytes, element_bytes, tokens_per_rank
+from costmodels.memory.activations import LayerBytes
+from costmodels.memory.layer_parts import element_bytes, tokens_per_rank
 from costmodels.memory.states import ZERO_2, BlockStates
 from costmodels.memory.weight_bytes import bytes_per_weight
 from costmodels.model import LayerKind, ModelSpec

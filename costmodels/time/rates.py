@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from costmodels.hardware import HardwareProfile
 from costmodels.job import Precision, Target, TrainingJob
-from costmodels.memory.activations import element_bytes
+from costmodels.memory.layer_parts import element_bytes
 from costmodels.network.attention import attention_kernel
 
 # Runtimes whose attention comes from Transformer Engine, which calls the generation's own kernel

@@ -265,3 +265,22 @@ def test_no_policy_keeps_more_than_none_nor_less_than_the_input(target, kind, fl
     none = kept(DEEPSEEK_V2, what, kind)
     selective = kept(DEEPSEEK_V2, what, kind, recompute=Recompute.SELECTIVE)
     assert 2 * 4096 * 5120 <= selective <= none
+
+
+@pytest.mark.parametrize("target", Target)
+def test_a_layout_has_the_same_bytes_alone_and_in_a_table(target):
+    latent = LatentAttention(
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+    model = replace(LLAMA_70B, latent_attention=latent, num_kv_heads=64, head_dim=192)
+    job = TrainingJob(seq_len=4096, global_batch_size=8, target=target)
+    layouts = [Layout(layers_per_stage=(80,), recompute=recompute) for recompute in Recompute]
+    together = layer_bytes(model, job, DENSE, table_of(layouts))
+    for row, layout in enumerate(layouts):
+        alone = layer_bytes(model, job, DENSE, table_of([layout]))
+        assert together.transient[row] == alone.transient[0]
+        assert together.kept[row] == alone.kept[0]
