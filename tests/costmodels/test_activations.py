@@ -276,7 +276,8 @@ def test_a_layout_has_the_same_bytes_alone_and_in_a_table(target):
         qk_rope_head_dim=64,
         v_head_dim=128,
     )
-    model = replace(LLAMA_70B, latent_attention=latent, num_kv_heads=64, head_dim=192)
+    sizes = {"num_kv_heads": 64, "head_dim": 192, "ffn_hidden_size": 4096}
+    model = replace(LLAMA_70B, latent_attention=latent, **sizes)  # attention is the wider block
     job = TrainingJob(seq_len=4096, global_batch_size=8, target=target)
     layouts = [Layout(layers_per_stage=(80,), recompute=recompute) for recompute in Recompute]
     together = layer_bytes(model, job, DENSE, table_of(layouts))
