@@ -205,7 +205,7 @@ def _bound_of(
     chunks = table.stages_per_rank[rows][:, None]
     main = int(np.argmax(counts))
     lightest = few.least(kept, main)  # of a stage, per micro-batch
-    leading = int(counts[0]) if len(counts) > 1 else 0
+    leading = int(counts[:-1].sum())
     moments = [least_by_rank(moment[rows], leading, pipeline) for moment in costs.layer_moment]
     of_size = np.minimum(few.layers, MANY_LAYERS).astype(np.int64) - 1
     besides = np.choose(of_size, moments)

@@ -189,8 +189,7 @@ def _outside_layers(layers: _Layers) -> tuple[Column, Column]:
     last = np.where(table.is_v_shaped, 0, pipeline - 1)
     output = np.repeat(layers.boundary[:, None], pipeline, axis=1)
     output[row, last] = 0  # of the last stage it is the logits
-    leading = int(layers.counts[0]) if len(layers.counts) > 1 else 0
-    besides = least_by_rank(layers.besides, leading, pipeline)
+    besides = least_by_rank(layers.besides, int(layers.counts[:-1].sum()), pipeline)
     besides[:, 0] += layers.embedding
     besides[row, last] += layers.head
     return besides, output

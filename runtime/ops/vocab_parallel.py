@@ -5,6 +5,7 @@ Functions for graphs, as those of `collectives`: each knows its own backward.
 
 # ruff: noqa: ANN401, PLR0917  (autograd contexts take any attribute; graphs pass by position)
 
+import math
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         own = scores[:, : max(num_columns, 0)]  # padding does not count
-        lowest = scores.new_full(scores.shape[:-1], float("-inf"))
-        largest = all_reduce(own.amax(-1) if own.numel() else lowest, group, "max")
+        highest = own.amax(-1) if own.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
+        largest = all_reduce(highest, group, "max")
         exponentials = (scores - largest.unsqueeze(-1)).exp_()
         exponentials[:, own.shape[-1] :] = 0.0
         columns, outside = _local_rows(labels, scores.shape[-1], group.index)
