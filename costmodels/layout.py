@@ -24,6 +24,11 @@ class Schedule(StrEnum):
     ZBV = "zbv"
     DUALPIPEV = "dualpipev"
 
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether a rank holds stage r and stage 2 * pp - 1 - r, rather than every pp-th."""
+        return self in (Schedule.ZBV, Schedule.DUALPIPEV)
+
 
 class Recompute(StrEnum):
     """What the backward pass computes again instead of keeping."""
@@ -121,7 +126,7 @@ class Layout:
     @property
     def stages_are_v_shaped(self) -> bool:
         """Whether a rank holds stage r and stage 2 * pp - 1 - r, rather than every pp-th."""
-        return self.schedule in (Schedule.ZBV, Schedule.DUALPIPEV)
+        return self.schedule.is_v_shaped
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds a global stage."""

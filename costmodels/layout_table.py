@@ -72,6 +72,8 @@ class LayoutTable:
     """Columns of equal length, one row per layout (see Layout for the meaning of each).
 
     A column that has one value everywhere may be a `constant`; it costs nothing to take or repeat.
+    Splits of layers have no column, but for what a search lets the last stage give up where ranks
+    have several stages (`lighter_last`, see `virtual_splits.py`).
     """
 
     data_parallel: IntColumn
@@ -86,6 +88,7 @@ class LayoutTable:
     micro_batch_size: IntColumn
     num_micro_batches: IntColumn
     stages_per_rank: IntColumn
+    lighter_last: IntColumn
     schedule: IntColumn
     recompute: IntColumn
     sequence_parallel: IntColumn
@@ -171,6 +174,7 @@ def table_of(layouts: Iterable[Layout]) -> LayoutTable:
     }
     return LayoutTable(
         **plain,
+        lighter_last=constant(0, len(rows)),
         schedule=column(_code(SCHEDULES, layout.schedule) for layout in rows),
         recompute=column(_code(RECOMPUTES, layout.recompute) for layout in rows),
         context_parallel_type=column(

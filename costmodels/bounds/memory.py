@@ -80,7 +80,7 @@ def memory_lower_bound(
     cluster: Cluster,
     table: LayoutTable,
     *,
-    even_chunks: bool = False,
+    known_splits: bool = False,
     any_recompute: bool = False,
     limit: float = inf,
 ) -> NDArray[np.float64]:
@@ -91,7 +91,7 @@ def memory_lower_bound(
         job: What is trained per step.
         cluster: The machine.
         table: Layouts that the rules allow.
-        even_chunks: With several stages per rank, only the even split (`split_layers`) counts.
+        known_splits: With several stages per rank, only the row's own split counts.
         any_recompute: Hold whatever is recomputed: layers keep what they keep in full
             recomputation, and none is brought back.
         limit: Bytes that a rank may reserve. The bound is above it only where no partition stays
@@ -107,7 +107,7 @@ def memory_lower_bound(
     bound = np.zeros(len(table))
     for pipeline in distinct(table.pipeline_parallel):
         rows = np.flatnonzero(table.pipeline_parallel == pipeline)
-        few = smallest_stages(model, table, rows, even_chunks=even_chunks)
+        few = smallest_stages(model, table, rows, known_splits=known_splits)
         bound[rows] = _bound_of(costs, counts, table, rows, few)
     return bound * _ROUNDING
 
@@ -204,10 +204,10 @@ def _bound_of(
     layers = by_rank.min(axis=1) @ counts
     chunks = table.stages_per_rank[rows][:, None]
     main = int(np.argmax(counts))
-    lightest = few.least(kept, main)  # of a stage, per micro-batch
+    lightest = few.stage.hold(kept, main)  # of a stage, per micro-batch
     leading = int(counts[:-1].sum())
     moments = [least_by_rank(moment[rows], leading, pipeline) for moment in costs.layer_moment]
-    of_size = np.minimum(few.layers, MANY_LAYERS).astype(np.int64) - 1
+    of_size = np.minimum(few.stage.layers, MANY_LAYERS).astype(np.int64) - 1
     besides = np.choose(of_size, moments)
     many = moments[-1] - besides  # what stages of many layers have more
     besides += (total - chunks * fewest) * lightest
@@ -231,11 +231,12 @@ def _bound_of(
     is_free = np.all(2 * largest + besides + many < of_many[:, None], axis=1) & (chunks[:, 0] == 1)
     mean = np.where(is_free, of_many, mean)
     held = np.where(waiting > 0, total[row, last], 1)
-    one_layer = chunks[:, 0] * states.min(axis=1) + held * lightest[row, last]
+    of_layers = few.rank.hold(states, main)
+    beside_head = of_layers[row, last] + held * lightest[row, last]
     kept_by_head = np.maximum(waiting, 1) * costs.head_kept[rows]
-    alone = ends + kept_by_head + costs.head_moment[rows] + one_layer
+    alone = ends + kept_by_head + costs.head_moment[rows] + beside_head
     # Each rank alone, with the smallest stages that the caller considers.
-    smallest = chunks * few.least(states, main) + chunks * fewest * lightest
+    smallest = of_layers + fewest * few.rank.hold(kept, main)
     step = _at_step(costs, counts, rows, pipeline)
     bound: Column = np.maximum.reduce([mean, alone, step, (besides + smallest).max(axis=1)])
     return bound

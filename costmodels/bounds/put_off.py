@@ -66,7 +66,7 @@ def put_off(
     table: LayoutTable,
     *,
     limit: float = inf,
-    even_chunks: bool = False,
+    known_splits: bool = False,
 ) -> PutOff:
     """Return what put-off weight gradients take and what recomputation must give back then.
 
@@ -76,7 +76,7 @@ def put_off(
         cluster: The machine.
         table: Layouts that the rules allow.
         limit: Bytes that a rank may reserve; `least` is 0 without one.
-        even_chunks: With several stages per rank, only the even split (`split_layers`) counts.
+        known_splits: With several stages per rank, only the row's own split counts.
 
     """
     bound, least = np.zeros(len(table)), np.zeros(len(table))
@@ -86,7 +86,7 @@ def put_off(
         pipelines = layers.table.pipeline_parallel
         for pipeline in distinct(pipelines).tolist():
             rows = np.flatnonzero(pipelines == pipeline)
-            few = smallest_stages(model, layers.table, rows, even_chunks=even_chunks)
+            few = smallest_stages(model, layers.table, rows, known_splits=known_splits)
             found = _of_pipeline(layers.take(rows), few, limit)
             bound[known[rows]], least[known[rows]] = found
     return PutOff(bound=bound * _ROUNDING, least=least)
@@ -159,13 +159,13 @@ def _of_pipeline(layers: _Layers, few: SmallestStages, limit: float) -> tuple[Co
     is_one = table.stages_per_rank == 1
     gain = (layers.whole - layers.kept).max(axis=1)[:, None]
     besides, output = _outside_layers(layers)
-    states = table.stages_per_rank[:, None] * few.least(layers.states, main)
+    states = few.rank.hold(layers.states, main)
     bounds, least = [], [np.zeros(len(table))]
     for until_input, until_weight in _moments(table, besides.shape[1]):
         outside = besides + (until_input + until_weight) * output
-        fixed = outside + states + until_weight * few.least(layers.later, main)
-        bounds.append((fixed + until_input * few.least(layers.kept, main)).max(axis=1))
-        missing = fixed + until_input * few.least(layers.whole, main) - limit
+        fixed = outside + states + until_weight * few.stage.hold(layers.later, main)
+        bounds.append((fixed + until_input * few.stage.hold(layers.kept, main)).max(axis=1))
+        missing = fixed + until_input * few.stage.hold(layers.whole, main) - limit
         least.append(_layers_to(missing, until_input * gain).max(axis=1))
         of_layer = layers.states[:, None] + until_weight[:, :, None] * layers.later[:, None]
         least_kept = of_layer + until_input[:, :, None] * layers.kept[:, None]

@@ -36,7 +36,7 @@ def least_recomputed_layers(
     table: LayoutTable,
     *,
     limit: float,
-    even_chunks: bool = False,
+    known_splits: bool = False,
 ) -> Column:
     """Return layers per stage that must be recomputed in full; inf where even all do not fit.
 
@@ -46,13 +46,13 @@ def least_recomputed_layers(
         cluster: The machine.
         table: Layouts; their own recomputation is not read.
         limit: Bytes that a rank may reserve.
-        even_chunks: With several stages per rank, only the even split counts.
+        known_splits: With several stages per rank, only the row's own split counts.
 
     """
     nothing = with_recompute(table, Recompute.NONE)
     everything = with_recompute(table, Recompute.FULL)
     inputs = (model, job, cluster)
-    held = memory_lower_bound(*inputs, nothing, even_chunks=even_chunks, limit=limit)
+    held = memory_lower_bound(*inputs, nothing, known_splits=known_splits, limit=limit)
     missing = held - limit
     least = np.zeros(len(table))
     short = np.flatnonzero(missing > 0)
@@ -60,16 +60,16 @@ def least_recomputed_layers(
         gain = _most_given_back(*inputs, nothing.take(short), limit)
         needed = np.ceil(missing[short] / np.maximum(gain, 1.0) - 1e-9)
         redone = memory_lower_bound(
-            *inputs, everything.take(short), even_chunks=even_chunks, limit=limit
+            *inputs, everything.take(short), known_splits=known_splits, limit=limit
         )
         least[short] = np.where(redone <= limit, np.maximum(needed, 1.0), np.inf)
         may = short[redone <= limit]
-        left = put_off(*inputs, everything.take(may), limit=limit, even_chunks=even_chunks)
+        left = put_off(*inputs, everything.take(may), limit=limit, known_splits=known_splits)
         least[may] = np.maximum(least[may], np.where(left.bound > limit, np.inf, left.least))
-        if even_chunks:  # one stage per rank may hold more
+        if known_splits:  # one stage per rank may hold more
             stages = table.pipeline_parallel * table.stages_per_rank
-            longest = np.where(table.stages_per_rank > 1, -(-model.num_layers // stages), np.inf)
-            least[least > longest] = np.inf
+            longest = -(-model.num_layers // stages) + table.lighter_last
+            least[least > np.where(table.stages_per_rank > 1, longest, np.inf)] = np.inf
     return least
 
 

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from costmodels.bounds.time import around_rows
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import Layout, Recompute, split_layers
+from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.schedule import PipelineShape, StageDurations, build_schedule
 from costmodels.schedule.critical_path import CriticalPath, critical_path
 from costmodels.time.layouts import LayoutCosts, layout_costs
 from costmodels.time.overlap import sends_hold_rank
+from costmodels.virtual_splits import Split
 
 Values = NDArray[np.float64]
 
@@ -32,12 +33,12 @@ Values = NDArray[np.float64]
 def reference_of(
     model: ModelSpec, job: TrainingJob, layout: Layout, costs: LayoutCosts
 ) -> CriticalPath:
-    """Simulate a layout's schedule with the even split of its layers.
+    """Simulate a layout's schedule.
 
     Args:
         model: The network.
         job: For whether transfers hold ranks.
-        layout: A legal layout in a pipeline.
+        layout: A legal layout in a pipeline, with its split.
         costs: Of the layout alone.
 
     """
@@ -48,7 +49,8 @@ def reference_of(
         num_micro_batches=layout.num_micro_batches,
     )
     redone = np.array([recomputed_layers(model, layout)])
-    durations = _durations(model, costs, np.array([0]), redone, layout.num_stages)[0]
+    split = layout.layers_per_stage
+    durations = _durations(model, costs, np.array([0]), redone, split)[0]
     forward, to_input, to_weight = (tuple(part.tolist()) for part in durations)
     return critical_path(
         build_schedule(
@@ -72,7 +74,7 @@ def recomputed_layers(model: ModelSpec, layout: Layout) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceBound:
-    """Bounds of a table's layouts with their even split.
+    """Bounds of a table's layouts with a split that is known.
 
     Attributes:
         once: Seconds per step besides the pipeline, at their least, one entry per layout.
@@ -89,20 +91,22 @@ class ReferenceBound:
         self,
         rows: NDArray[np.int64],
         rank_of_stage: tuple[int, ...],
+        split: Split,
         recomputed: Values,
         references: tuple[CriticalPath, ...],
     ) -> Values:
-        """Return seconds that layouts of one shape do not go below.
+        """Return seconds that layouts of one shape do not go below with a split.
 
         Args:
             rows: Those with the references' schedule, ranks, stages and micro-batches.
             rank_of_stage: Of that shape.
+            split: Layers of its stages.
             recomputed: Layers that each stage recomputes in full, at least, one entry per row.
             references: Critical paths of pipelines of that shape, at least one.
 
         """
         redone = recomputed.astype(np.int64)
-        durations = _durations(self.model, self.costs, rows, redone, len(rank_of_stage))
+        durations = _durations(self.model, self.costs, rows, redone, split)
         transfers = _transfers(self.costs, rows, rank_of_stage)
         makespans = [path.seconds(durations, transfers) for path in references]
         bound: Values = (np.maximum.reduce(makespans) + self.once[rows]) * self.stretch
@@ -138,7 +142,7 @@ def _durations(
     costs: LayoutCosts,
     rows: NDArray[np.int64],
     recomputed: NDArray[np.int64],
-    num_stages: int,
+    split: Split,
 ) -> Values:
     """Return forward, backward_input and backward_weight of each stage: [rows, 3, stages]."""
     kinds = [kind for kind, _ in costs.layers]
@@ -146,7 +150,7 @@ def _durations(
         :, :, rows
     ]  # [kinds, phases, rows]
     again = np.stack([times.recompute for _, times in costs.layers])[:, rows]
-    first = _first_layers(tuple(map(kinds.index, model.layer_kinds)), num_stages)
+    first = _first_layers(tuple(map(kinds.index, model.layer_kinds)), split)
     durations: Values = np.einsum("sk,kpr->rps", first[:, -1], phases)
     redone = first[:, np.minimum(recomputed, first.shape[1] - 1)]  # [stages, rows, kinds]
     durations[:, 1] += np.einsum("srk,kr->rs", redone, again)
@@ -156,13 +160,12 @@ def _durations(
     return durations
 
 
-@lru_cache(maxsize=64)
-def _first_layers(kind_of_layer: tuple[int, ...], num_stages: int) -> NDArray[np.int64]:
+@lru_cache(maxsize=256)
+def _first_layers(kind_of_layer: tuple[int, ...], split: Split) -> NDArray[np.int64]:
     """Return layers by kind among the first of each stage's: [stages, largest stage + 1, kinds]."""
-    sizes = split_layers(len(kind_of_layer), num_stages)
-    counts = np.zeros((num_stages, max(sizes) + 1, max(kind_of_layer) + 1), dtype=np.int64)
+    counts = np.zeros((len(split), max(split) + 1, max(kind_of_layer) + 1), dtype=np.int64)
     layers = iter(kind_of_layer)
-    for stage, size in enumerate(sizes):
+    for stage, size in enumerate(split):
         for place, kind in enumerate(islice(layers, size), start=1):
             counts[stage, place, kind] = 1
     counts = counts.cumsum(axis=1)

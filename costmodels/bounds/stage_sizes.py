@@ -1,7 +1,7 @@
 """Layers that the stages of each rank have at least, in every split that a caller considers.
 
 A stage has a layer; one stage has them all. With several stages per rank a caller may consider the
-even split alone (`split_layers`): then the layers of every rank are known, by kind.
+rows' own splits alone (`VirtualSplit`): then the layers of every rank are known, by kind.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.layout import split_layers
-from costmodels.layout_table import LayoutTable, distinct
+from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
+from costmodels.virtual_splits import virtual_splits
 
 Column = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallestStages:
-    """Layers that each stage of a rank has at least: [rows, ranks].
+class LeastLayers:
+    """Layers that something has at least: [rows, ranks].
 
     Attributes:
         layers: Of any kind.
@@ -29,23 +29,37 @@ class SmallestStages:
     layers: Column
     main: Column
 
-    def least(self, per_kind: Column, main: int) -> Column:
-        """Return what a stage has at least of something that layers have by kind."""
+    def hold(self, per_kind: Column, main: int) -> Column:
+        """Return what they hold at least of something that layers have by kind."""
         cheapest = self.layers * per_kind.min(axis=1)[:, None]
         least: Column = np.maximum(cheapest, self.main * per_kind[:, main][:, None])
         return least
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallestStages:
+    """What the ranks of layouts have at least.
+
+    Attributes:
+        stage: Layers of each of a rank's stages.
+        rank: Layers of all of them together.
+
+    """
+
+    stage: LeastLayers
+    rank: LeastLayers
+
+
 def smallest_stages(
-    model: ModelSpec, table: LayoutTable, rows: NDArray[np.int64], *, even_chunks: bool
+    model: ModelSpec, table: LayoutTable, rows: NDArray[np.int64], *, known_splits: bool
 ) -> SmallestStages:
-    """Return what the stages of each rank have at least.
+    """Return what the ranks of layouts have at least.
 
     Args:
         model: The network.
         table: Layouts.
         rows: Those that share their number of pipeline ranks.
-        even_chunks: With several stages per rank, only the even split counts.
+        known_splits: With several stages per rank, only the row's own split counts.
 
     """
     kinds = [kind.has_experts for kind in model.layer_kinds]
@@ -54,23 +68,17 @@ def smallest_stages(
     one = pipeline == 1
     layers = np.full((len(rows), pipeline), float(len(kinds) if one else 1))
     main = np.full((len(rows), pipeline), float(is_main.sum() if one else 0))
-    if even_chunks and not one:
-        is_v_shaped = table.is_v_shaped[rows]
-        for chunks in distinct(table.stages_per_rank[rows]).tolist():
-            sizes = split_layers(len(kinds), pipeline * chunks)
+    stages = table.stages_per_rank[rows][:, None]
+    stage = LeastLayers(layers=layers, main=main)
+    rank = LeastLayers(layers=layers * stages, main=main * stages)
+    splits, of_row = virtual_splits(table.take(rows))
+    for number, split in enumerate(splits if known_splits else ()):
+        if split.stages_per_rank > 1:
+            sizes = split.of_layers(len(kinds))
             of_main = np.add.reduceat(is_main, np.cumsum((0, *sizes[:-1])), dtype=np.float64)
-            for is_v in (False, True):
-                of_rank = (table.stages_per_rank[rows] == chunks) & (chunks > 1)
-                of_rank &= is_v_shaped == is_v
-                layers[of_rank] = _least_of_ranks(np.array(sizes, dtype=np.float64), chunks, is_v)
-                main[of_rank] = _least_of_ranks(of_main, chunks, is_v)
-    return SmallestStages(layers=layers, main=main)
-
-
-def _least_of_ranks(of_stage: Column, chunks: int, is_v_shaped: bool) -> Column:
-    """Return the smallest of each rank's stages; in a V every other chunk runs backwards."""
-    by_chunk = of_stage.reshape(chunks, -1).copy()
-    if is_v_shaped:
-        by_chunk[1::2] = by_chunk[1::2, ::-1]
-    least: Column = by_chunk.min(axis=0)
-    return least
+            order, some = np.argsort(split.rank_of_stage, kind="stable"), of_row == number
+            for of_stage, name in ((np.array(sizes), "layers"), (of_main, "main")):
+                by_rank = of_stage[order].reshape(pipeline, -1)
+                getattr(stage, name)[some] = by_rank.min(axis=1)
+                getattr(rank, name)[some] = by_rank.sum(axis=1)
+    return SmallestStages(stage=stage, rank=rank)

@@ -84,7 +84,7 @@ class PipelineShape:
     def rank_of_stage(self) -> tuple[int, ...]:
         """Pipeline rank of each global stage: looped, or V-shaped for zbv and dualpipev."""
         stages = range(self.num_stages)
-        if self.schedule in _TWO_STAGES:
+        if self.schedule.is_v_shaped:
             return tuple(min(s, self.num_stages - 1 - s) for s in stages)
         return tuple(s % self.pipeline_parallel for s in stages)
 

@@ -9,6 +9,7 @@ rule; a flag that names the value brings it back.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from costmodels.job import Target, TrainingJob
 from costmodels.layout import Offload, Recompute
 from costmodels.layout_table import CONTEXT_PARALLEL_TYPES, RECOMPUTES, SCHEDULES
 from costmodels.model import ModelSpec
+from costmodels.virtual_splits import MOST_FROM_LAST, head_in_layers
 from planner.constraints import Constraints
 from planner.rules.allowed import OFFLOADS, divisors
 from planner.rules.rule import CUTS_PARAMETERS
@@ -107,6 +109,7 @@ def axes_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: C
             choices("context_parallel_type", CONTEXT_PARALLEL_TYPES),
             choices("schedule", SCHEDULES),
             numbers("stages_per_rank", stages),
+            _axis("lighter_last", range(_most_from_last(model, constraints) + 1), free=True),
             _zero_axis(job, constraints),
             numbers("zero_group", (WHOLE_GROUP, DOMAIN_GROUP)),
             _recompute_axis(constraints),
@@ -116,6 +119,13 @@ def axes_of(model: ModelSpec, job: TrainingJob, cluster: Cluster, constraints: C
         ),
         rank_orders=orders,
     )
+
+
+def _most_from_last(model: ModelSpec, constraints: Constraints) -> int:
+    """Return how many layers the last stage may give up: fewer than the head weighs."""
+    if constraints.layers_per_stage is not None or constraints.splits is not None:
+        return 0
+    return min(ceil(head_in_layers(model)) - 1, MOST_FROM_LAST)
 
 
 def _axis(name: str, values: Iterable[int], *, free: bool) -> Axis:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.hardware import Cluster
 from costmodels.job import Target
@@ -20,6 +21,7 @@ from costmodels.layout import AXES, Schedule
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
 from costmodels.time.layouts import FULL_CODE
 from costmodels.time.placement import axis_strides, span
+from costmodels.virtual_splits import head_in_layers
 from planner.constraints import Constraints
 from planner.rules.expressible import ALL_OR_NONE, expressible_rules
 from planner.rules.rule import Case, Mask, Rule
@@ -27,6 +29,7 @@ from planner.search.axes import Axes
 
 MOST_TOKENS_PER_FORWARD = 2**17  # chosen: matrix products are saturated far below
 LEAST_TOKENS_PER_SLICE = 256  # chosen: a shorter slice of a sequence is all latency
+LEAST_GAIN = 0.01  # chosen: of the slowest rank's work, for which a split counts; less is noise
 
 
 def _rule(name: str, reads: tuple[str, ...], holds: Callable[[Case], Mask]) -> Rule:
@@ -81,6 +84,26 @@ def _orders_differ(case: Case) -> Mask:
         alike = np.logical_and.reduce([a == b for a, b in zip(mine, other, strict=True)])
         first &= ~(alike & (code < table.rank_order))
     return first
+
+
+def _last_stage_gives(case: Case) -> Mask:
+    """Whether the last stage has layers to give, and the last of them makes a step shorter.
+
+    Counted in layers, with as many on each rank: where the head weighs more than one, its rank is
+    the slowest until another one has more layers than it is lighter.
+    """
+    table, given = case.table, case.table.lighter_last
+    ranks, head = table.pipeline_parallel, head_in_layers(case.model)
+    each = case.model.num_layers / ranks
+
+    def slowest(taken: IntColumn) -> NDArray[np.float64]:
+        more = -(-taken // np.maximum(ranks - 1, 1))
+        return np.asarray(each + np.maximum(more, head - taken))
+
+    has_them = (table.stages_per_rank > 1) & (given < case.model.num_layers // case.num_stages)
+    helps = slowest(given) <= (1 - LEAST_GAIN) * slowest(given - 1)
+    gives: Mask = (given == 0) | ((ranks > 1) & has_them & helps)
+    return gives
 
 
 def _one_name_each(axes: Axes) -> tuple[Rule, ...]:
@@ -174,6 +197,11 @@ def _on_free_axes(axes: Axes) -> tuple[Rule, ...]:
                     == 0
                 )
             ),
+        ),
+        "lighter_last": _rule(
+            "last_stage_gives_what_the_head_weighs",
+            ("pipeline_parallel", "stages_per_rank", "lighter_last"),
+            _last_stage_gives,
         ),
         "stages_per_rank": _rule(
             "stages_spread_evenly",

@@ -104,14 +104,14 @@ class ModelCosts:
     """The cost models of package `costmodels`, for one job on one cluster.
 
     Attributes:
-        even_chunks: False where the user states the split.
+        known_splits: False where the user states the split.
 
     """
 
     model: ModelSpec
     job: TrainingJob
     cluster: Cluster
-    even_chunks: bool = True
+    known_splits: bool = True
 
     @classmethod
     def under(
@@ -119,7 +119,7 @@ class ModelCosts:
     ) -> "ModelCosts":
         """Return the models of a job as a user constrains its layouts."""
         is_open = constraints.layers_per_stage is None
-        return cls(model=model, job=job, cluster=cluster, even_chunks=is_open)
+        return cls(model=model, job=job, cluster=cluster, known_splits=is_open)
 
     @property
     def capacity(self) -> float:
@@ -163,7 +163,7 @@ class ModelCosts:
         bound = memory_lower_bound(
             *inputs,
             table,
-            even_chunks=self.even_chunks,
+            known_splits=self.known_splits,
             any_recompute=any_recompute,
             limit=limit,
         )
@@ -171,14 +171,14 @@ class ModelCosts:
         waits = table.take(may)
         if any_recompute:
             waits = with_recompute(waits, Recompute.FULL)
-        waiting = put_off(*inputs, waits, limit=limit, even_chunks=self.even_chunks)
+        waiting = put_off(*inputs, waits, limit=limit, known_splits=self.known_splits)
         bound[may] = np.maximum(bound[may], waiting.bound)
         return bound
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """See Costs."""
         return least_recomputed_layers(
-            self.model, self.job, self.cluster, table, limit=limit, even_chunks=self.even_chunks
+            self.model, self.job, self.cluster, table, limit=limit, known_splits=self.known_splits
         )
 
     def rooms(self, table: LayoutTable, limit: float) -> StageRooms:

@@ -84,13 +84,13 @@ def explore(
         costs=costs,
         limit=limits.device,
         references=References(costs=costs),
-        even_chunks=constraints.layers_per_stage is None,
+        known_splits=constraints.layers_per_stage is None,
     )
     frontier = Frontier(space=space, bounds=bounds)
     states_fit = costs.may_hold_states(share)
     if states_fit:
         frontier.start()
-    references = bounds.references if bounds.even_chunks else None
+    references = bounds.references if bounds.known_splits else None
     ranking = _Ranking(limits=limits, stated=stated, references=references, top=top)
     while ranking.num_solved < MOST_SOLVED or not ranking.best:  # that nothing fits needs a proof
         popped = frontier.pop(ranking.cutoff)

@@ -117,7 +117,7 @@ class Frontier:
         if isinstance(block, PricedTable):
             below, seconds = block, self.bounds.referenced(block, bound)
         elif level is Level.CELLS:
-            below = unfold(self.space, block, "stages_per_rank")
+            below = unfold(self.space, block, "lighter_last")
             seconds = self.bounds.open_seconds(below.table, schedule_is_open=False)
         elif level is Level.SCHEDULES:
             below, seconds = block, np.maximum(self.bounds.tight_seconds(block.table), bound)

@@ -20,7 +20,7 @@ from planner.constraints import Constraints
 from planner.judge import Judgement, judge
 from planner.search.costs import Costs, ModelCosts
 from planner.search.fewest import fewest_gpus, first_fit
-from planner.search.priced import even_layout
+from planner.search.priced import layout_of_row
 from planner.search.space import Space, root, space_of, unfold
 
 JUDGED = 48  # chosen: leanest layouts that are judged exactly
@@ -131,7 +131,7 @@ def _closest(space: Space, costs: Costs, constraints: Constraints, share: float)
     best, least = None, inf
     for row in np.argsort(bound, kind="stable")[:JUDGED]:
         split = constraints.layers_per_stage
-        layout = even_layout(table, int(row), space.model.num_layers)
+        layout = layout_of_row(table, int(row), space.model.num_layers)
         layout = layout if split is None else replace(layout, layers_per_stage=split)
         memory = costs.memory(layout)
         excess = max(memory.parts.reserved - share * costs.capacity, 0.0)

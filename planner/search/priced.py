@@ -19,7 +19,7 @@ from costmodels.bounds.reference import (
 from costmodels.bounds.time import around_rows
 from costmodels.hardware import Cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import Layout, split_layers
+from costmodels.layout import Layout
 from costmodels.layout_table import LayoutTable, table_of
 from costmodels.memory.blocks import BlockMemory, block_memory
 from costmodels.memory.estimate import MemoryDemand, blocks_of_layout, memory_demand
@@ -27,6 +27,7 @@ from costmodels.model import ModelSpec
 from costmodels.schedule.critical_path import CriticalPath
 from costmodels.time.estimate import step_seconds
 from costmodels.time.layouts import LayoutCosts, layout_costs
+from costmodels.virtual_splits import virtual_splits
 from planner.search.stage_problem import ScoredProblem
 from planner.search.stage_scores import scored_problem
 
@@ -70,12 +71,12 @@ class PricedTable:
         return block_memory(self.model, self.job, self.cluster, self.table)
 
     def layout(self, row: int) -> "PricedLayout":
-        """Return one of them, with its even split."""
+        """Return one of them, with the split that its row names."""
         return PricedLayout(
             model=self.model,
             job=self.job,
             cluster=self.cluster,
-            layout=even_layout(self.table, row, self.model.num_layers),
+            layout=layout_of_row(self.table, row, self.model.num_layers),
             least_recomputed=int(self.least_recomputed[row]),
             together=self,
             row=row,
@@ -127,17 +128,18 @@ class PricedLayout:
         return step_seconds(self.model, self.job, self.cluster, split, self.costs)
 
     def reference(self, split: Layout) -> CriticalPath:
-        """Return the critical path of an even split's pipeline."""
+        """Return the critical path of a split's pipeline."""
         return reference_of(self.model, self.job, split, self.costs)
 
     def referenced_seconds(self, split: Layout, references: tuple[CriticalPath, ...]) -> float:
-        """Return seconds that an even split does not go below, by pipelines of its shape."""
+        """Return seconds that a split does not go below, by pipelines of its shape."""
         table = table_of([split])
         once, stretch = around_rows(self.model, self.job, self.cluster, table, self.costs)
         bound = ReferenceBound(model=self.model, costs=self.costs, once=once, stretch=stretch)
         redone = np.array([float(recomputed_layers(self.model, split))])
         ranks = tuple(map(split.rank_of_stage, range(split.num_stages)))
-        return float(bound.seconds(np.array([0]), ranks, redone, references)[0])
+        own = split.layers_per_stage
+        return float(bound.seconds(np.array([0]), ranks, own, redone, references)[0])
 
     def stage_problem(self, limit: float) -> ScoredProblem:
         """Return the problem of splitting the layers under a memory limit in bytes."""
@@ -152,9 +154,12 @@ class PricedLayout:
         )
 
 
-def even_layout(table: LayoutTable, row: int, num_layers: int) -> Layout:
-    """Return a row as a layout with its even split; sequence parallelism is off at tp 1."""
-    stages = int(table.pipeline_parallel[row] * table.stages_per_rank[row])
-    layout = table.layout(row, split_layers(num_layers, stages), 0)
+def layout_of_row(table: LayoutTable, row: int, num_layers: int) -> Layout:
+    """Return a row as a layout with the split that it names: the even one, or a lighter last stage.
+
+    Sequence parallelism is off at tp 1.
+    """
+    (split,), _ = virtual_splits(table.take(np.array([row])))
+    layout = table.layout(row, split.of_layers(num_layers), 0)
     splits = layout.sequence_parallel and layout.tensor_parallel > 1
     return replace(layout, sequence_parallel=splits)

@@ -35,7 +35,7 @@ class RowBounds:
     Attributes:
         limit: Bytes that a rank may reserve.
         references: Pipelines that were simulated; they grow.
-        even_chunks: False where the user states the split.
+        known_splits: False where the user states the split.
         dropped: Complete rows that a memory bound excluded, by rule; it grows.
 
     """
@@ -44,7 +44,7 @@ class RowBounds:
     costs: Costs
     limit: float
     references: References
-    even_chunks: bool = True
+    known_splits: bool = True
     dropped: Counter[str] = field(default_factory=Counter)
 
     def open_seconds(self, table: LayoutTable, *, schedule_is_open: bool) -> Values:
@@ -126,7 +126,7 @@ class RowBounds:
 
     def referenced(self, priced: PricedTable, below: Values) -> Values:
         """Raise bounds of complete layouts by pipelines of their shape that were simulated."""
-        if not self.even_chunks:
+        if not self.known_splits:
             return below
         bound = below.copy()
         rows = np.flatnonzero(priced.table.stages_per_rank > 1)
@@ -180,7 +180,7 @@ class RowBounds:
             table,
             recomputed=redone,
             fullest=fullest,
-            even_chunks=self.even_chunks,
+            known_splits=self.known_splits,
         )
 
     def _leanest_states(self, table: LayoutTable) -> LayoutTable:

@@ -95,7 +95,7 @@ def root(space: Space) -> Partial:
     for name in ("recompute", "rank_order", "context_parallel_type", "zero_stage", "keep_gathered"):
         neutral[name] = 0
     for name in COLUMNS:
-        if name.startswith("offload") or name == "sequence_parallel":
+        if name.startswith("offload") or name in {"sequence_parallel", "lighter_last"}:
             neutral[name] = 0
     neutral["schedule"] = SCHEDULES.index(Schedule.ONE_F_ONE_B)
     columns = {name: constant(value, 1) for name, value in neutral.items()}

@@ -3,8 +3,7 @@
     no pipeline              one stage
     one stage per rank       any split by ascending lower bound (`split_paths`); each is judged by
                              the exact models, until the bound reaches the best one or the cutoff
-    several stages per rank  the even split, short stages at the two ends where embedding and head
-                             add their own work
+    several stages per rank  the one that the layout comes with, an axis of the space
 
 Under full recomputation each stage recomputes the fewest layers that fit: memory falls with their
 number and time never does (`stages.rank_rest` says how the estimate keeps that).
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, inf
 
-from costmodels.layout import Layout, Recompute, split_layers
+from costmodels.layout import Layout, Recompute
 from costmodels.memory.estimate import MemoryDemand
 from planner.search.priced import PricedLayout
 from planner.search.references import References
@@ -117,7 +116,7 @@ def best_split(
         cutoff: Splits of this many seconds or more are of no interest.
         stated: What the user fixed of the split.
         answers: Splits of the solver that are judged at most.
-        references: Simulated pipelines that may settle an even split.
+        references: Simulated pipelines that may settle a known split.
 
     """
     layout = priced.layout
@@ -126,7 +125,7 @@ def best_split(
     if split is None and layout.num_stages > 1 and layout.stages_per_rank == 1:
         assert layout.schedule in SPLIT_SCHEDULES, layout.schedule
         return _solved(priced, limits, cutoff, stated, answers=answers)
-    split = split or split_layers(sum(layout.layers_per_stage), layout.num_stages)
+    split = split or layout.layers_per_stage
     one = _lightest(priced, replace(layout, layers_per_stage=split), limits, stated)
     if one is None:
         return _outcome([], inf, 1)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from small_worlds import llama_8b, mixtral
 
@@ -15,6 +16,7 @@ from costmodels.memory.estimate import estimate_memory
 from costmodels.model import MixtureOfExperts
 from costmodels.profiles.reader import read_profile
 from costmodels.schedule import PipelineShape, shape_refusals
+from costmodels.virtual_splits import virtual_splits
 
 CLUSTER = make_cluster(read_profile("h100-sxm-80gb"), 64)
 LAYERS = 24
@@ -59,8 +61,19 @@ def layout_of(rng):
     )
 
 
+def with_split(rng, layout):
+    """A layout and its row; with several stages per rank the last one may be lighter."""
+    table = table_of([layout])
+    if layout.stages_per_rank == 1:
+        return layout, table
+    given = rng.randint(0, min(3, layout.layers_per_stage[-1] - 1))
+    table = replace(table, lighter_last=np.array([given]))
+    (split,), _ = virtual_splits(table)
+    return replace(layout, layers_per_stage=split.of_layers(LAYERS)), table
+
+
 def splits_of(rng, layout):
-    """The even split, and others where a rank has one stage."""
+    """The layout's own split, and others where a rank has one stage."""
     yield layout.layers_per_stage
     if layout.stages_per_rank == 1:
         for _ in range(3):
@@ -73,22 +86,23 @@ def test_no_number_of_recomputed_layers_goes_below_the_bound(block):
     near = needed = 0
     for seed in range(40 * block, 40 * block + 40):
         rng = random.Random(seed)  # noqa: S311 - layouts, not secrets
-        layout, model = layout_of(rng), rng.choice([DENSE, EXPERTS])
+        layout, table = with_split(rng, layout_of(rng))
+        model = rng.choice([DENSE, EXPERTS])
         job = TrainingJob(
             seq_len=4096,
             global_batch_size=layout.global_batch_size,
             target=rng.choice(list(Target)),
             switches=FUSED,
         )
-        table, inputs = table_of([layout]), (model, job, CLUSTER)
-        bound = put_off(*inputs, table, limit=0, even_chunks=True).bound[0]
+        inputs = (model, job, CLUSTER)
+        bound = put_off(*inputs, table, limit=0, known_splits=True).bound[0]
         for split in splits_of(rng, layout):
             for layers in {0, 1, rng.randint(1, max(split))}:
                 one = replace(layout, layers_per_stage=split, recompute_layers=layers)
                 exact = estimate_memory(model, job, CLUSTER, one).parts.reserved
                 assert 0 < bound <= exact, (seed, split, layers)
                 near += bound > 0.9 * exact
-                fits = put_off(*inputs, table, limit=exact, even_chunks=True)
+                fits = put_off(*inputs, table, limit=exact, known_splits=True)
                 assert fits.least[0] <= (layers or max(split)), (seed, split, layers)
                 needed += fits.least[0] > 1
     assert near >= 20  # of what all splits take, it says nearly all of some
@@ -100,14 +114,15 @@ def test_no_split_without_full_recomputation_goes_below_the_bound(recompute):
     near = 0
     for seed in range(80):
         rng = random.Random(seed)  # noqa: S311 - layouts, not secrets
-        layout, model = replace(layout_of(rng), recompute=recompute), rng.choice([DENSE, EXPERTS])
+        layout, table = with_split(rng, replace(layout_of(rng), recompute=recompute))
+        model = rng.choice([DENSE, EXPERTS])
         job = TrainingJob(
             seq_len=4096,
             global_batch_size=layout.global_batch_size,
             target=rng.choice(list(Target)),
             switches=FUSED,
         )
-        found = put_off(model, job, CLUSTER, table_of([layout]), limit=0, even_chunks=True)
+        found = put_off(model, job, CLUSTER, table, limit=0, known_splits=True)
         assert found.least.tolist() == [0]  # nothing is recomputed in full
         for split in splits_of(rng, layout):
             one = replace(layout, layers_per_stage=split)

@@ -71,6 +71,7 @@ def test_references_are_not_above_exact_steps_of_their_shape(shape, target):
             paths.append(reference_of(model, job, layout, costs))
             exact.append(step_seconds(model, job, cluster, layout, costs))
         bounds = reference_bound(model, job, cluster, table_of(layouts))
+        split = layouts[0].layers_per_stage
         redone = np.array(
             [
                 float(layout.recompute_layers or 24) if layout.recompute is Recompute.FULL else 0.0
@@ -79,9 +80,9 @@ def test_references_are_not_above_exact_steps_of_their_shape(shape, target):
         )
         ranks = tuple(map(layouts[0].rank_of_stage, range(layouts[0].num_stages)))
         rows = np.arange(len(layouts))
-        every = np.array([bounds.seconds(rows, ranks, redone, (path,)) for path in paths])
+        every = np.array([bounds.seconds(rows, ranks, split, redone, (path,)) for path in paths])
         assert (every <= np.array(exact)).all()
         # What a layout's own path leaves out is what the slowest rank does once per step.
         assert (every.diagonal() > 0.6 * np.array(exact)).all()
-        together = bounds.seconds(rows, ranks, redone, tuple(paths))
+        together = bounds.seconds(rows, ranks, split, redone, tuple(paths))
         assert together == pytest.approx(every.max(axis=0))

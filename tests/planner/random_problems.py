@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, pairwise, product
+from math import ceil
 
 from costmodels.hardware import Cluster, make_cluster
 from costmodels.job import Optimizer, Target, TrainingJob
@@ -15,6 +16,7 @@ from costmodels.layout import ContextParallelType, Layout, Offload, Recompute, S
 from costmodels.layout_table import table_of
 from costmodels.memory.estimate import estimate_memory
 from costmodels.model import MixtureOfExperts, ModelSpec
+from costmodels.parameters import model_flops_per_token
 from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.judge import Judgement, Verdict, judge, memory_verdict
@@ -75,6 +77,26 @@ def random_problem(seed: int) -> Problem:
     )
 
 
+def problem_of_several_stages(seed: int) -> Problem:
+    """The same with more layers, a heavy head and several stages on every rank of a pipeline."""
+    problem, rng = random_problem(seed), random.Random(-seed)  # noqa: S311 - problems, not secrets
+    schedules = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)
+    return replace(
+        problem,
+        model=replace(
+            problem.model,
+            num_layers=rng.choice([8, 10, 12, 12]),
+            vocab_size=rng.choice([32000, 128000, 128000]),
+        ),
+        cluster=make_cluster(problem.cluster.profile, rng.choice([2, 4, 6, 8]), 2),
+        constraints=replace(
+            problem.constraints,
+            schedule=tuple(rng.sample(schedules, 2)),
+            stages_per_rank=rng.choice([(2,), (2,), (2, 3)]),
+        ),
+    )
+
+
 def _model(rng: random.Random) -> ModelSpec:
     hidden = rng.choice([1024, 2048])
     layers = rng.randint(2, 6)
@@ -117,6 +139,48 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     first = short // 2
     last = short - first
     return (base,) * first + (base + 1,) * extra + (base,) * last if extra else (base,) * stages
+
+
+def lighter(problem: Problem, plain: Layout) -> Iterator[tuple[int, ...]]:
+    """Splits whose last stage gives up to three layers, while that saves a hundredth of the work.
+
+    A layer goes to the rank with the fewest, of those to the last, there to the shortest stage but
+    the first, of those to the last.
+    """
+    model, ranks = problem.model, plain.pipeline_parallel
+    head = model.vocab_size * model.hidden_size
+    layer = (model_flops_per_token(model, 0) / 6 - head) / model.num_layers
+    split, own = list(plain.layers_per_stage), plain.rank_of_stage(plain.num_stages - 1)
+    slowest = model.num_layers / ranks + head / layer
+    for given in range(1, 4):
+        if split[-1] < 2:
+            return
+        held = {
+            rank: sum(split[stage] for stage in plain.stages_of_rank(rank))
+            for rank in range(ranks)
+            if rank != own
+        }
+        taker = max(rank for rank, layers in held.items() if layers == min(held.values()))
+        stages = [stage for stage in plain.stages_of_rank(taker) if stage > 0]
+        shortest = min(split[stage] for stage in stages)
+        split[max(stage for stage in stages if split[stage] == shortest)] += 1
+        split[-1] -= 1
+        others = ceil(given / (ranks - 1))
+        now = model.num_layers / ranks + max(others, head / layer - given)
+        if now > 0.99 * slowest:
+            return
+        yield tuple(split)
+        slowest = now
+
+
+def splits_of(problem: Problem, plain: Layout) -> Iterator[tuple[int, ...]]:
+    """Every split that counts: any with one stage per rank, few with several."""
+    if plain.pipeline_parallel > 1 and plain.stages_per_rank == 1:
+        yield from cuts(problem.model.num_layers, plain.num_stages)
+    else:
+        yield plain.layers_per_stage
+    if plain.pipeline_parallel > 1 and plain.stages_per_rank > 1:
+        yield from lighter(problem, plain)
 
 
 def _choices(value, free):
@@ -222,9 +286,7 @@ def answers(problem: Problem) -> dict[tuple[object, ...], Judgement]:
 
 def _fitting(problem: Problem, plain: Layout) -> Iterator[Layout]:
     """Every split that fits, with the fewest recomputed layers that do."""
-    layers = problem.model.num_layers
-    free = plain.stages_per_rank == 1 and plain.pipeline_parallel > 1
-    for split in cuts(layers, plain.num_stages) if free else (plain.layers_per_stage,):
+    for split in splits_of(problem, plain):
         whole = replace(plain, layers_per_stage=split)
         counts = [*range(1, max(split)), 0] if plain.recompute is Recompute.FULL else [0]
         tried = (replace(whole, recompute_layers=count) for count in counts)

@@ -1,16 +1,16 @@
 """The search against a twin that tries every layout, every split and every recomputed layer."""
 
 import pytest
-from random_problems import answers, random_problem, seconds
+from random_problems import answers, problem_of_several_stages, random_problem, seconds
 
 from planner.search.ranking import search
 
 TOP = 4
 
 
-def agree(seed):
+def agree(seed, problem_of=random_problem):
     """Compare; return whether anything fits."""
-    problem = random_problem(seed)
+    problem = problem_of(seed)
     expected = sorted(seconds(said) for said in answers(problem).values())[:TOP]
     found = search(
         problem.model, problem.job, problem.cluster, problem.constraints, top=TOP, only_fitting=True
@@ -29,6 +29,13 @@ def test_search_agrees_with_trying_everything(block):
     assert any(fitting)
 
 
+@pytest.mark.parametrize("block", range(2))
+def test_several_stages_per_rank_agree_with_trying_everything(block):
+    seeds = range(20 * block, 20 * block + 20)
+    fitting = [agree(seed, problem_of_several_stages) for seed in seeds]
+    assert any(fitting)
+
+
 def test_of_equal_scores_the_fewest_recomputed_layers_are_taken():
     """A stage that does not pace the pipeline may redo one layer or two for the same score."""
     assert agree(1300)
@@ -43,4 +50,4 @@ def test_what_fits_by_selective_recomputation_alone_is_found():
 @pytest.mark.parametrize("block", range(100))
 def test_search_agrees_with_trying_everything_on_2000_problems(block):
     for seed in range(1000 + 20 * block, 1020 + 20 * block):
-        agree(seed)
+        agree(seed, problem_of_several_stages if seed % 5 == 0 else random_problem)

@@ -5,13 +5,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from random_problems import layouts, random_problem
+from random_problems import layouts, problem_of_several_stages, random_problem
 
 from costmodels.layout import Recompute
 from costmodels.layout_table import RECOMPUTES, table_of
 from costmodels.memory.weight_bytes import least_state_bytes
 from planner.rules import legal_mask
 from planner.search.costs import ModelCosts
+from planner.search.priced import layout_of_row
 from planner.search.references import References
 from planner.search.row_bounds import RowBounds
 from planner.search.space import root, space_of, unfold
@@ -82,3 +83,30 @@ def test_where_states_cannot_be_held_nothing_fits(seed):
         memory = costs.memory(layout)
         over = memory.parts.reserved > share * costs.capacity
         assert over or memory.host_per_node > costs.host_capacity, layout
+
+
+def rows_are_not_below_their_bounds(problem):
+    """Compare some rows with several stages per rank; return how many of them are uneven."""
+    bounds = bounds_of(problem)
+    table = unfold(bounds.space, root(bounds.space), "rank_order").table
+    rows = np.flatnonzero(table.stages_per_rank > 1)
+    if not len(rows):
+        return 0
+    table = table.take(rows[np.argsort(-table.lighter_last[rows], kind="stable")][:60])
+    least = bounds.costs.memory_bound(table)
+    redone = np.where(table.recompute == RECOMPUTES.index(Recompute.FULL), 1.0, 0.0)
+    priced = bounds.costs.priced(table, redone)
+    fast = bounds.costs.seconds_bound(priced, bounds._limits(table, redone, np.zeros(len(table))))
+    for row in range(len(table)):
+        layout = layout_of_row(table, row, problem.model.num_layers)
+        one = priced.layout(row)
+        few = replace(layout, recompute_layers=int(redone[row]))
+        assert least[row] <= one.memory(layout).reserved, layout
+        assert fast[row] <= one.seconds(few) * (1 + 1e-12), layout
+    return np.count_nonzero(table.lighter_last)
+
+
+def test_no_row_of_several_stages_is_below_its_bounds():
+    """Rows name their splits, among them those whose last stage is lighter."""
+    uneven = [rows_are_not_below_their_bounds(problem_of_several_stages(s)) for s in range(16)]
+    assert sum(uneven) > 50

@@ -14,7 +14,7 @@ from itertools import islice
 
 import pytest
 from ortools.sat.python import cp_model
-from random_problems import cuts, even, layouts, random_problem, seconds
+from random_problems import layouts, random_problem, seconds, splits_of
 
 from costmodels.layout import Recompute, Schedule
 from costmodels.layout_table import table_of
@@ -34,14 +34,11 @@ MOST_STAGES = 24
 
 def points_of(problem):
     """Every legal layout with every split and number of recomputed layers."""
-    layers = problem.model.num_layers
     inputs = (problem.model, problem.job, problem.cluster)
     tried = list(layouts(problem))
     legal, _ = legal_mask(*inputs, table_of(tried))
     for plain in (plain for plain, obeys in zip(tried, legal, strict=True) if obeys):
-        stages = plain.num_stages
-        free = plain.stages_per_rank == 1 and plain.pipeline_parallel > 1
-        for split in cuts(layers, stages) if free else (even(layers, stages),):
+        for split in splits_of(problem, plain):
             counts = range(max(split)) if plain.recompute is Recompute.FULL else (0,)
             for count in counts:
                 yield replace(plain, layers_per_stage=split, recompute_layers=count)
