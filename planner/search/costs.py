@@ -72,7 +72,7 @@ class Costs(Protocol):
     ) -> Values:
         """Return bytes of the fullest rank that no considered split goes below.
 
-        With several stages per rank and no split stated, the even one alone is considered. With
+        With several stages per rank and no split stated, the row's own is considered. With
         `any_recompute` the bound holds whatever is recomputed. With a `limit` it only tells what
         may stay within it.
         """

@@ -79,7 +79,7 @@ class Frontier:
         self._add(Level.CELLS, cells, self.bounds.open_seconds(cells.table, schedule_is_open=True))
 
     def pop(self, cutoff: float) -> tuple[float, PricedLayout] | None:
-        """Return the smallest bound of a complete layout, and that layout with its even split.
+        """Return the smallest bound of a complete layout, and that layout with its row's split.
 
         None when nothing below the cutoff is left.
         """
