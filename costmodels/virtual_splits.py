@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.layout import split_layers
+from costmodels.layout import Layout, split_layers
 from costmodels.layout_table import IntColumn, LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.parameters import matmul_parameters
@@ -33,7 +33,7 @@ def head_in_layers(model: ModelSpec) -> float:
 
 
 class VirtualSplit(NamedTuple):
-    """What names a split of several stages per rank.
+    """What names a split of several stages per rank; of one stage per rank, only the even one.
 
     Attributes:
         pipeline_parallel: Ranks, at least two where the last stage is lighter.
@@ -74,6 +74,17 @@ def virtual_splits(table: LayoutTable) -> tuple[list[VirtualSplit], IntColumn]:
         ranks, per_rank = divmod(rest, stages)
         names.append(VirtualSplit(ranks, per_rank, lighter_last, bool(is_v_shaped)))
     return names, of_row
+
+
+def splits_that_count(layout: Layout) -> tuple[Split, ...]:
+    """Return the splits that count of a layout: the even one, then ever lighter last stages."""
+    num_layers = sum(layout.layers_per_stage)
+    most = num_layers // layout.num_stages - 1 if layout.stages_per_rank > 1 else 0
+    shape = (layout.pipeline_parallel, layout.stages_per_rank)
+    return tuple(
+        VirtualSplit(*shape, given, layout.stages_are_v_shaped).of_layers(num_layers)
+        for given in range(min(most, MOST_FROM_LAST) + 1)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -2,11 +2,13 @@
 
 Words are axis=value; axes that are not named stay as in the plan, data parallel follows from the
 GPUs, micro-batches from the batch, and under full recomputation the fewest layers that fit are
-recomputed. A schedule that the named pipeline cannot run gives way to 1F1B.
+recomputed. A schedule that the named pipeline cannot run gives way to 1F1B. Where the number of
+stages is another one, layers are split as the search would split them.
 """
 
 from bisect import bisect_left
 from dataclasses import replace
+from math import inf
 
 from costmodels.layout import (
     ContextParallelType,
@@ -17,10 +19,13 @@ from costmodels.layout import (
     split_layers,
 )
 from costmodels.memory.estimate import estimate_memory
-from planner.judge import Judgement, Verdict, judge, memory_verdict
+from costmodels.virtual_splits import splits_that_count
+from planner.judge import SAFE_FRACTION, Judgement, Verdict, judge, memory_verdict
 from planner.plan import Plan
 from planner.rules import violations
 from planner.rules.rule import CUTS_PARAMETERS
+from planner.search.priced import PricedLayout
+from planner.search.splits import Limits, StatedSplit, best_split
 
 AXES = {
     "dp": "data_parallel",
@@ -135,7 +140,37 @@ def _completed(plan: Plan, changes: dict[str, object]) -> Layout:
             else split_layers(plan.model.num_layers, layout.num_stages)
         ),
     )
+    if not keeps_split:
+        layout = _split_at_best(plan, layout, stated=changes.get("recompute_layers"))
     return layout if "recompute_layers" in changes else _least_recomputed(plan, layout)
+
+
+def _split_at_best(plan: Plan, layout: Layout, *, stated: object) -> Layout:
+    """Return a layout with its fastest split that fits; unchanged where none does."""
+    inputs = (plan.model, plan.job, plan.cluster)
+    if layout.num_stages == 1 or violations(*inputs, layout):
+        return layout
+    limits = Limits(
+        device=SAFE_FRACTION * plan.cluster.usable_memory,
+        host=plan.cluster.profile.host_memory,
+    )
+    fixed = StatedSplit(recompute_layers=stated if isinstance(stated, int) else None)
+    found = [
+        best_split(
+            PricedLayout(
+                model=plan.model,
+                job=plan.job,
+                cluster=plan.cluster,
+                layout=replace(layout, layers_per_stage=split),
+            ),
+            limits,
+            inf,
+            fixed,
+        )
+        for split in splits_that_count(layout)
+    ]
+    best = min(found, key=lambda outcome: outcome.seconds)
+    return best.layout or layout
 
 
 def _runnable_schedule(plan: Plan, layout: Layout, changes: dict[str, object]) -> Layout:

@@ -240,6 +240,15 @@ def _constraint_rules(constraints: Constraints, target: Target) -> tuple[Rule, .
                 lambda case: case.num_stages == len(split),
             )
         )
+    layers = constraints.recompute_layers
+    if layers is not None and split is None:
+        rules.append(
+            _rule(
+                "stages_have_recompute_layers",
+                ("pipeline_parallel", "stages_per_rank", "lighter_last"),
+                lambda case: _longest_stage(case) >= layers,
+            )
+        )
     tokens = constraints.min_tokens_per_expert
     if tokens is not None:
         rules.append(
@@ -269,6 +278,14 @@ def _constraint_rules(constraints: Constraints, target: Target) -> tuple[Rule, .
                 )
             )
     return tuple(rules)
+
+
+def _longest_stage(case: Case) -> IntColumn:
+    """Layers of the longest stage that a layout may have."""
+    stages, table = case.num_stages, case.table
+    any_split = case.model.num_layers - stages + 1
+    known = -(-case.model.num_layers // stages) + table.lighter_last
+    return np.where(table.stages_per_rank > 1, known, any_split)
 
 
 def _tokens_per_expert(case: Case) -> IntColumn:

@@ -60,8 +60,8 @@ class Costs(Protocol):
     ) -> Values:
         """Return seconds that no completion of partial layouts within the limits goes below.
 
-        Open are the ZeRO stage and group, the rank order, recomputation, offload and the split;
-        with `schedule_is_open` the schedule and the stages per rank too.
+        Open are the ZeRO stage and group, the rank order, recomputation, offload and, with one
+        stage per rank, the split; with `schedule_is_open` the schedule and the stages per rank too.
         """
 
     def seconds_bound(self, priced: PricedTable, limits: SplitLimits) -> Values:
@@ -159,9 +159,10 @@ class ModelCosts:
         self, table: LayoutTable, *, any_recompute: bool = False, limit: float = inf
     ) -> Values:
         """See Costs."""
-        inputs = (self.model, self.job, self.cluster)
         bound = memory_lower_bound(
-            *inputs,
+            self.model,
+            self.job,
+            self.cluster,
             table,
             known_splits=self.known_splits,
             any_recompute=any_recompute,
@@ -169,11 +170,20 @@ class ModelCosts:
         )
         may = np.flatnonzero((bound <= limit) & table.puts_off)
         waits = table.take(may)
-        if any_recompute:
-            waits = with_recompute(waits, Recompute.FULL)
-        waiting = put_off(*inputs, waits, limit=limit, known_splits=self.known_splits)
-        bound[may] = np.maximum(bound[may], waiting.bound)
+        if not any_recompute:
+            bound[may] = np.maximum(bound[may], self._put_off(waits, limit))
+            return bound
+        # A layer of no kind puts off less: selective recomputation keeps less than is brought back.
+        least = self._put_off(with_recompute(waits, Recompute.FULL), limit)
+        over = np.flatnonzero((least > limit) | np.isinf(limit))
+        selective = with_recompute(waits.take(over), Recompute.SELECTIVE)
+        least[over] = np.minimum(least[over], self._put_off(selective, limit))
+        bound[may] = np.maximum(bound[may], least)
         return bound
+
+    def _put_off(self, table: LayoutTable, limit: float) -> Values:
+        inputs = (self.model, self.job, self.cluster)
+        return put_off(*inputs, table, limit=limit, known_splits=self.known_splits).bound
 
     def least_recomputed(self, table: LayoutTable, limit: float) -> Values:
         """See Costs."""

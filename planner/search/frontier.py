@@ -1,7 +1,7 @@
 """Best-first refinement of the space: partial layouts become complete ones in order of bound.
 
     cells      degrees, micro-batch, sequence and context choices; any schedule
-    schedules  and the schedule with its stages per rank
+    schedules  and the schedule with its stages per rank, and what the last of them gives up
     tight      and the layers that must be recomputed to fit under the leanest states
     complete   and ZeRO, rank order, recomputation, offload; the real bounds of time and memory
     ready      the same, bounded by pipelines of the same shape that were simulated meanwhile

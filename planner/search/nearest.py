@@ -125,6 +125,8 @@ def _closest(space: Space, costs: Costs, constraints: Constraints, share: float)
     ascending = np.argsort(costs.memory_bound(_lean(space, rows.table)), kind="stable")
     block = rows.take(ascending[:JUDGED])
     table = unfold(space, block, "rank_order").table
+    # Lighter last stages have lower bounds, and fill other ranks more than the even split.
+    table = table.take(table.lighter_last == 0)
     if not len(table):
         return None
     bound = costs.memory_bound(table)

@@ -110,8 +110,8 @@ def best_split(
     """Return the fastest split of a layout that fits.
 
     Args:
-        priced: Everything but the split (and, under full recomputation, the recomputed layers),
-            and its models; its own split says how many layers there are.
+        priced: Everything but the recomputed layers and, with one stage per rank, the split; and
+            its models.
         limits: Memory.
         cutoff: Splits of this many seconds or more are of no interest.
         stated: What the user fixed of the split.

@@ -18,7 +18,7 @@ from costmodels.layout import (
 from costmodels.profiles.reader import make_cluster, read_profile
 from costmodels.time.estimate import estimate_time
 from costmodels.units import GB
-from planner.constraints import FREE, applicable
+from planner.constraints import FREE, Constraints, applicable
 from planner.contract import judgement_json
 from planner.explain.formulas import lines_of, worked_formulas
 from planner.explain.margins import refitted
@@ -119,7 +119,7 @@ def test_a_question_changes_what_it_names_and_derives_the_rest(plan):
 def test_a_question_with_virtual_stages_interleaves(plan):
     asked = asked_layout(plan, "vpp=2")
     assert asked.schedule is Schedule.INTERLEAVED
-    assert asked.layers_per_stage == (8, 8, 8, 8)
+    assert asked.layers_per_stage == (8, 8, 9, 7)  # the head weighs two and a half layers
 
 
 def test_a_question_without_a_pipeline_drops_the_schedule_that_needs_one(plan):
@@ -327,3 +327,29 @@ def test_what_if_keeps_a_plan_that_stays_legal_and_changes_the_figure(plan):
 def test_changes_that_make_no_sense_are_refused(plan, change, word):
     with pytest.raises(ValueError, match=word):
         what_if(plan, change)
+
+
+@pytest.mark.parametrize(
+    ("question", "stages", "schedule"),
+    [("pp=4", 1, Schedule.ONE_F_ONE_B), ("pp=4,vpp=2", 2, Schedule.INTERLEAVED)],
+)
+def test_another_number_of_stages_is_split_as_the_search_splits_it(
+    plan, question, stages, schedule
+):
+    _, asked = why_not(plan, question)
+    fixed = Constraints(
+        tensor_parallel=(4,),
+        pipeline_parallel=(4,),
+        context_parallel=(1,),
+        micro_batch_size=(1,),
+        stages_per_rank=(stages,),
+        schedule=(schedule,),
+        zero_stage=(1,),
+        recompute=(Recompute.NONE,),
+        sequence_parallel=(True,),
+        offload=((),),
+        rank_order=(asked.layout.rank_order,),
+    )
+    found = search(plan.model, plan.job, plan.cluster, fixed, top=1).plans[0]
+    assert asked.layout.layers_per_stage == found.layout.layers_per_stage
+    assert asked.layout.layers_per_stage != split_layers(plan.model.num_layers, 4 * stages)

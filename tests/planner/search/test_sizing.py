@@ -5,7 +5,7 @@ from small_worlds import llama_8b, model
 
 from costmodels.hardware import make_cluster
 from costmodels.job import TrainingJob
-from costmodels.layout import Recompute
+from costmodels.layout import Recompute, split_layers
 from costmodels.profiles.reader import read_profile
 from planner.constraints import Constraints
 from planner.judge import SAFE_FRACTION
@@ -96,6 +96,17 @@ def test_more_gpus_are_the_fewest_nodes_that_fit():
     }
     assert fits == dict.fromkeys(range(2, more.gpus), False) | {more.gpus: True}
     assert more.gpus & (more.gpus - 1)  # no power of two: doubling alone would have missed it
+
+
+def test_the_nearest_miss_is_not_crowded_out_by_lighter_last_stages():
+    """They have lower bounds than the even split, and hold more on the ranks that take layers."""
+    heavy_head = llama_8b(num_layers=24, vocab_size=256000)
+    fixed = Constraints(stages_per_rank=(2,), recompute=(Recompute.NONE,), offload=((),))
+    small = make_cluster(read_profile("h100-sxm-80gb", ("device.memory_gib=4",)), 8, 8)
+    miss = search(heavy_head, TrainingJob(seq_len=8192, global_batch_size=64), small, fixed)
+    assert miss.nearest_miss is not None
+    layout = miss.nearest_miss.judgement.layout
+    assert layout.layers_per_stage == split_layers(24, layout.num_stages)
 
 
 def test_any_number_of_workers_gives_the_same_answers():
