@@ -23,6 +23,7 @@ from costmodels.virtual_splits import splits_that_count
 from planner.judge import SAFE_FRACTION, Judgement, Verdict, judge, memory_verdict
 from planner.plan import Plan
 from planner.rules import violations
+from planner.rules.own_splits import own_splits
 from planner.rules.rule import CUTS_PARAMETERS
 from planner.search.priced import PricedLayout
 from planner.search.splits import Limits, StatedSplit, best_split
@@ -154,7 +155,10 @@ def _split_at_best(plan: Plan, layout: Layout, *, stated: object) -> Layout:
         device=SAFE_FRACTION * plan.cluster.usable_memory,
         host=plan.cluster.profile.host_memory,
     )
-    fixed = StatedSplit(recompute_layers=stated if isinstance(stated, int) else None)
+    fixed = StatedSplit(
+        splits=own_splits(plan.job.target, plan.model) or (),
+        recompute_layers=stated if isinstance(stated, int) else None,
+    )
     found = [
         best_split(
             PricedLayout(
