@@ -64,21 +64,21 @@ def smallest_stages(
     """
     kinds = [kind.has_experts for kind in model.layer_kinds]
     is_main = np.array(kinds) == (kinds.count(True) > kinds.count(False))
+    counted = np.stack([np.ones(len(kinds)), is_main])  # of any kind, and of the main one
     pipeline = int(table.pipeline_parallel[rows[0]])
-    one = pipeline == 1
-    layers = np.full((len(rows), pipeline), float(len(kinds) if one else 1))
-    main = np.full((len(rows), pipeline), float(is_main.sum() if one else 0))
-    stages = table.stages_per_rank[rows][:, None]
-    stage = LeastLayers(layers=layers, main=main)
-    rank = LeastLayers(layers=layers * stages, main=main * stages)
+    any_split = counted.sum(axis=1) if pipeline == 1 else np.array([1.0, 0.0])
+    stage = np.tile(any_split[:, None, None], (1, len(rows), pipeline))
+    rank = stage * table.stages_per_rank[rows][:, None]
     splits, of_row = virtual_splits(table.take(rows))
     for number, split in enumerate(splits if known_splits else ()):
         if split.stages_per_rank > 1:
-            sizes = split.of_layers(len(kinds))
-            of_main = np.add.reduceat(is_main, np.cumsum((0, *sizes[:-1])), dtype=np.float64)
-            order, some = np.argsort(split.rank_of_stage, kind="stable"), of_row == number
-            for of_stage, name in ((np.array(sizes), "layers"), (of_main, "main")):
-                by_rank = of_stage[order].reshape(pipeline, -1)
-                getattr(stage, name)[some] = by_rank.min(axis=1)
-                getattr(rank, name)[some] = by_rank.sum(axis=1)
-    return SmallestStages(stage=stage, rank=rank)
+            first = np.cumsum((0, *split.of_layers(len(kinds))[:-1]))
+            of_stage = np.add.reduceat(counted, first, axis=1)
+            order = np.argsort(split.rank_of_stage, kind="stable")
+            by_rank = of_stage[:, order].reshape(len(counted), pipeline, -1)
+            stage[:, of_row == number] = by_rank.min(axis=2)[:, None]
+            rank[:, of_row == number] = by_rank.sum(axis=2)[:, None]
+    return SmallestStages(
+        stage=LeastLayers(layers=stage[0], main=stage[1]),
+        rank=LeastLayers(layers=rank[0], main=rank[1]),
+    )
