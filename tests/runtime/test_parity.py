@@ -26,7 +26,7 @@ from parity_space import cost, cover, layouts, share_of_model
 from torch.nn import functional
 
 from costmodels.job import Optimizer
-from costmodels.layout import Layout
+from costmodels.layout import Layout, Schedule
 from runtime.communication import collectives
 from runtime.launch import run_ranks
 from runtime.ops import vocab_parallel
@@ -47,6 +47,26 @@ def test_layouts_that_cover_every_pair_of_choices_equal_one_process(
 def test_some_layouts_of_eight_ranks_equal_one_process(equal_one_process):
     quick = [layout for layout in cover(layouts("qwen3-tied", 8)) if cost(layout) <= 8]
     equal_one_process("qwen3-tied", 8, quick[::8])
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zero-bubble", "zbv", "dualpipev"])
+def test_a_lighter_last_of_several_stages_equals_one_process(schedule, equal_one_process):
+    """The search lets the last stage give up layers where the head is heavy; these models' is not.
+
+    ZeRO-1 and tied ends, so that states and a shared matrix cross stages of several lengths.
+    """
+    layout = Layout(
+        data_parallel=2,
+        pipeline_parallel=2,
+        stages_per_rank=2,
+        schedule=Schedule(schedule),
+        zero_stage=1,
+        zero_group=2,
+        micro_batch_size=4,
+        num_micro_batches=4,
+        layers_per_stage=(2, 2, 3, 1),
+    )
+    equal_one_process("qwen3-tied", 4, [layout])
 
 
 def test_adamw_in_float64_equals_torch_within_1e_9():
