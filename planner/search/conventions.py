@@ -86,6 +86,14 @@ def _orders_differ(case: Case) -> Mask:
     return first
 
 
+def _stages_are_alike(case: Case) -> Mask:
+    """Whether stages of a rank are alike, or two where not even the ranks divide the layers."""
+    stages, layers = case.table.stages_per_rank, case.model.num_layers
+    two = (stages == 2) & (layers % case.table.pipeline_parallel > 0)  # noqa: PLR2004
+    alike: Mask = (stages == 1) | (layers % case.num_stages == 0) | two
+    return alike
+
+
 def _last_stage_gives(case: Case) -> Mask:
     """Whether the last stage has layers to give, and the last of them makes a step shorter.
 
@@ -206,15 +214,7 @@ def _on_free_axes(axes: Axes) -> tuple[Rule, ...]:
         "stages_per_rank": _rule(
             "stages_spread_evenly",
             ("pipeline_parallel", "stages_per_rank"),
-            lambda case: (
-                (case.table.stages_per_rank == 1)
-                | (case.model.num_layers % case.num_stages == 0)
-                # Where not even the ranks divide the layers, two stages on each are as good.
-                | (
-                    (case.table.stages_per_rank == 2)  # noqa: PLR2004
-                    & (case.model.num_layers % case.table.pipeline_parallel > 0)
-                )
-            ),
+            _stages_are_alike,
         ),
     }
     return tuple(rule for name, rule in rules.items() if axes.named(name).free)
