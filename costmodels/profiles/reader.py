@@ -177,11 +177,15 @@ def _override(entries: dict[str, Entry], overrides: Iterable[str]) -> dict[str, 
     changed = dict(entries)
     settable = {k: v for k, v in MACHINE_KEYS.items() if v.type not in TEXTS}
     settable |= {f"constants.{name}": _CONSTANT for name in _constants(hardware_profiles.COMMON)}
+    named: set[str] = set()
     for override in overrides:
         key, equals, text = override.partition("=")
         key, text = key.strip(), text.strip()
         if not equals:
             raise ValueError(f"--set {override}: the form is KEY=VALUE")
+        if key in named:
+            raise ValueError(f"--set {override}: {key} is set twice")
+        named.add(key)
         if key not in settable:
             raise ValueError(f"--set {override}: {unknown_key(key, settable)}")
         changed[key] = Entry(

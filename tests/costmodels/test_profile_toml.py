@@ -144,6 +144,12 @@ def test_set_overrides_the_keys_of_the_contract():
     )
 
 
+def test_set_takes_a_key_once():
+    twice = ("device.memory_gib=95", " device.memory_gib = 80")
+    with pytest.raises(ValueError, match=r"device\.memory_gib is set twice"):
+        read_profile("h100-sxm-80gb", twice)
+
+
 def test_set_changes_nothing_else():
     changed = read_profile("h100-sxm-80gb", ("links.intra_node.peer_access=false",))
     plain = read_profile("h100-sxm-80gb")
