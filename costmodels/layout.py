@@ -125,15 +125,12 @@ class Layout:
 
     @property
     def stages_are_v_shaped(self) -> bool:
-        """Whether a rank holds stage r and stage 2 * pp - 1 - r, rather than every pp-th."""
+        """See Schedule.is_v_shaped."""
         return self.schedule.is_v_shaped
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds a global stage."""
-        if self.stages_are_v_shaped:
-            last = 2 * self.pipeline_parallel - 1
-            return min(stage, last - stage)
-        return stage % self.pipeline_parallel
+        return rank_of_stage(stage, self.pipeline_parallel, is_v_shaped=self.stages_are_v_shaped)
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the global stages that a pipeline rank holds, in model order."""
@@ -141,6 +138,13 @@ class Layout:
             both = (rank, 2 * self.pipeline_parallel - 1 - rank)
             return tuple(stage for stage in both if stage < self.num_stages)
         return tuple(range(rank, self.num_stages, self.pipeline_parallel))
+
+
+def rank_of_stage(stage: int, pipeline_parallel: int, *, is_v_shaped: bool) -> int:
+    """Return the pipeline rank that holds a global stage: every pp-th, or down a V and up again."""
+    return (
+        min(stage, 2 * pipeline_parallel - 1 - stage) if is_v_shaped else stage % pipeline_parallel
+    )
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

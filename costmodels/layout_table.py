@@ -112,7 +112,7 @@ class LayoutTable:
     @property
     def is_v_shaped(self) -> NDArray[np.bool_]:
         """Rows whose first rank holds both ends of the network."""
-        return is_one_of(self.schedule, Schedule.ZBV, Schedule.DUALPIPEV)
+        return is_one_of(self.schedule, *(s for s in Schedule if s.is_v_shaped))
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "LayoutTable":
         """Return a table of some rows."""

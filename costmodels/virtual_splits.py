@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.layout import Layout, split_layers
+from costmodels.layout import rank_of_stage, split_layers
 from costmodels.layout_table import IntColumn, LayoutTable
 from costmodels.model import ModelSpec
 from costmodels.parameters import matmul_parameters
@@ -39,7 +39,7 @@ class VirtualSplit(NamedTuple):
         pipeline_parallel: Ranks, at least two where the last stage is lighter.
         stages_per_rank: Stages of each rank.
         lighter_last: Layers that the last stage gives up, fewer than it has in the even split.
-        is_v_shaped: Whether every other stage of a rank runs backwards through the ranks.
+        is_v_shaped: See Schedule.
 
     """
 
@@ -51,10 +51,10 @@ class VirtualSplit(NamedTuple):
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
         """Pipeline rank of each global stage."""
-        forth = tuple(range(self.pipeline_parallel))
-        back = forth[::-1] if self.is_v_shaped else forth
-        chunks = (back if chunk % 2 else forth for chunk in range(self.stages_per_rank))
-        return tuple(rank for chunk in chunks for rank in chunk)
+        return tuple(
+            rank_of_stage(stage, self.pipeline_parallel, is_v_shaped=self.is_v_shaped)
+            for stage in range(self.pipeline_parallel * self.stages_per_rank)
+        )
 
     def of_layers(self, num_layers: int) -> Split:
         """Return the layers of each stage."""
@@ -76,15 +76,12 @@ def virtual_splits(table: LayoutTable) -> tuple[list[VirtualSplit], IntColumn]:
     return names, of_row
 
 
-def splits_that_count(layout: Layout) -> tuple[Split, ...]:
-    """Return the splits that count of a layout: the even one, then ever lighter last stages."""
-    num_layers = sum(layout.layers_per_stage)
-    most = num_layers // layout.num_stages - 1 if layout.stages_per_rank > 1 else 0
-    shape = (layout.pipeline_parallel, layout.stages_per_rank)
-    return tuple(
-        VirtualSplit(*shape, given, layout.stages_are_v_shaped).of_layers(num_layers)
-        for given in range(min(most, MOST_FROM_LAST) + 1)
-    )
+def longest_stages(num_layers: int, table: LayoutTable) -> IntColumn:
+    """Return how many layers a stage of each row has at most, with the split that a row names."""
+    stages = table.pipeline_parallel * table.stages_per_rank
+    free = num_layers - stages + 1  # every other stage has one
+    named = -(-num_layers // stages) + table.lighter_last
+    return np.where(table.stages_per_rank > 1, named, free)
 
 
 @lru_cache(maxsize=4096)

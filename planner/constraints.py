@@ -5,9 +5,10 @@ never make an illegal layout legal.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from costmodels.job import Target
-from costmodels.layout import ContextParallelType, Offload, Recompute, Schedule
+from costmodels.layout import ContextParallelType, Layout, Offload, Recompute, Schedule
 from costmodels.model import ModelSpec
 from planner.rules.expressible import ALL_OR_NONE
 from planner.rules.own_splits import own_splits
@@ -67,6 +68,32 @@ class Constraints:
 
 
 FREE = Constraints()
+# Fields of a layout that are axes of the search by the same name.
+_AXES = (
+    "data_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+    "zero_stage",
+    "zero_group",
+    "keep_gathered",
+    "micro_batch_size",
+    "stages_per_rank",
+    "schedule",
+    "recompute",
+    "sequence_parallel",
+    "context_parallel_type",
+    "offload",
+    "rank_order",
+)
+
+
+def only(layout: Layout) -> Constraints:
+    """Return constraints that leave a layout's split and recomputed layers open, nothing else."""
+    axes: dict[str, Any] = {name: (getattr(layout, name),) for name in _AXES}
+    return Constraints(**axes)
 
 
 def applicable(constraints: Constraints, target: Target, model: ModelSpec) -> Constraints:

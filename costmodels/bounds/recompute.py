@@ -25,6 +25,7 @@ from costmodels.memory.activations import layer_bytes
 from costmodels.memory.framework import growth
 from costmodels.model import ModelSpec
 from costmodels.schedule import in_flight_closed_form
+from costmodels.virtual_splits import longest_stages
 
 Column = NDArray[np.float64]
 
@@ -66,10 +67,8 @@ def least_recomputed_layers(
         may = short[redone <= limit]
         left = put_off(*inputs, everything.take(may), limit=limit, known_splits=known_splits)
         least[may] = np.maximum(least[may], np.where(left.bound > limit, np.inf, left.least))
-        if known_splits:  # one stage per rank may hold more
-            stages = table.pipeline_parallel * table.stages_per_rank
-            longest = -(-model.num_layers // stages) + table.lighter_last
-            least[least > np.where(table.stages_per_rank > 1, longest, np.inf)] = np.inf
+        if known_splits:
+            least[least > longest_stages(model.num_layers, table)] = np.inf
     return least
 
 

@@ -21,7 +21,8 @@ from costmodels.job import TrainingJob
 from costmodels.layout import Layout, Recompute
 from costmodels.layout_table import LayoutTable
 from costmodels.model import ModelSpec
-from costmodels.schedule import PipelineShape, StageDurations, build_schedule
+from costmodels.schedule import PipelineShape, StageDurations
+from costmodels.schedule.build import table_of_shape
 from costmodels.schedule.critical_path import CriticalPath, critical_path
 from costmodels.time.layouts import LayoutCosts, layout_costs
 from costmodels.time.overlap import sends_hold_rank
@@ -42,23 +43,13 @@ def reference_of(
         costs: Of the layout alone.
 
     """
-    shape = PipelineShape(
-        schedule=layout.schedule,
-        pipeline_parallel=layout.pipeline_parallel,
-        stages_per_rank=layout.stages_per_rank,
-        num_micro_batches=layout.num_micro_batches,
-    )
+    shape = PipelineShape.of(layout)
     redone = np.array([recomputed_layers(model, layout)])
     split = layout.layers_per_stage
     durations = _durations(model, costs, np.array([0]), redone, split)[0]
     forward, to_input, to_weight = (tuple(part.tolist()) for part in durations)
     return critical_path(
-        build_schedule(
-            layout.schedule,
-            layout.pipeline_parallel,
-            layout.stages_per_rank,
-            layout.num_micro_batches,
-        ),
+        table_of_shape(shape),
         StageDurations(forward=forward, backward_input=to_input, backward_weight=to_weight),
         _transfers(costs, np.array([0]), shape.rank_of_stage)[0].tolist(),
         p2p_overlaps=not sends_hold_rank(job, layout.schedule),

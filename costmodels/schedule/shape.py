@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodels.layout import Schedule
+from costmodels.layout import Layout, Schedule, rank_of_stage
 from costmodels.layout_table import SCHEDULES, is_one_of
 
 Ints = NDArray[np.int64]
 
 _ONE_STAGE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
-_TWO_STAGES = (Schedule.ZBV, Schedule.DUALPIPEV)
+_TWO_STAGES = tuple(schedule for schedule in Schedule if schedule.is_v_shaped)
 IN_ROUNDS = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
 
 
@@ -51,6 +51,16 @@ class PipelineShape:
         for name in ("pipeline_parallel", "stages_per_rank", "num_micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, layout: Layout) -> "PipelineShape":
+        """Return the shape of a layout's pipeline."""
+        return cls(
+            schedule=layout.schedule,
+            pipeline_parallel=layout.pipeline_parallel,
+            stages_per_rank=layout.stages_per_rank,
+            num_micro_batches=layout.num_micro_batches,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -83,10 +93,10 @@ class PipelineShape:
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
         """Pipeline rank of each global stage: looped, or V-shaped for zbv and dualpipev."""
-        stages = range(self.num_stages)
-        if self.schedule.is_v_shaped:
-            return tuple(min(s, self.num_stages - 1 - s) for s in stages)
-        return tuple(s % self.pipeline_parallel for s in stages)
+        return tuple(
+            rank_of_stage(stage, self.pipeline_parallel, is_v_shaped=self.schedule.is_v_shaped)
+            for stage in range(self.num_stages)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ stages is another one, layers are split as the search would split them.
 
 from bisect import bisect_left
 from dataclasses import replace
-from math import inf
 
 from costmodels.layout import (
     ContextParallelType,
@@ -19,14 +18,13 @@ from costmodels.layout import (
     split_layers,
 )
 from costmodels.memory.estimate import estimate_memory
-from costmodels.virtual_splits import splits_that_count
-from planner.judge import SAFE_FRACTION, Judgement, Verdict, judge, memory_verdict
+from planner.constraints import only
+from planner.judge import Judgement, Verdict, judge, memory_verdict
 from planner.plan import Plan
 from planner.rules import violations
 from planner.rules.own_splits import own_splits
 from planner.rules.rule import CUTS_PARAMETERS
-from planner.search.priced import PricedLayout
-from planner.search.splits import Limits, StatedSplit, best_split
+from planner.search.ranking import search
 
 AXES = {
     "dp": "data_parallel",
@@ -151,30 +149,13 @@ def _split_at_best(plan: Plan, layout: Layout, *, stated: object) -> Layout:
     inputs = (plan.model, plan.job, plan.cluster)
     if layout.num_stages == 1 or violations(*inputs, layout):
         return layout
-    limits = Limits(
-        device=SAFE_FRACTION * plan.cluster.usable_memory,
-        host=plan.cluster.profile.host_memory,
-    )
-    fixed = StatedSplit(
-        splits=own_splits(plan.job.target, plan.model) or (),
+    asked = replace(
+        only(layout),
+        splits=own_splits(plan.job.target, plan.model),
         recompute_layers=stated if isinstance(stated, int) else None,
     )
-    found = [
-        best_split(
-            PricedLayout(
-                model=plan.model,
-                job=plan.job,
-                cluster=plan.cluster,
-                layout=replace(layout, layers_per_stage=split),
-            ),
-            limits,
-            inf,
-            fixed,
-        )
-        for split in splits_that_count(layout)
-    ]
-    best = min(found, key=lambda outcome: outcome.seconds)
-    return best.layout or layout
+    found = search(*inputs, asked, top=1, only_fitting=True).plans
+    return found[0].layout if found else layout
 
 
 def _runnable_schedule(plan: Plan, layout: Layout, changes: dict[str, object]) -> Layout:

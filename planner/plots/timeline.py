@@ -83,15 +83,9 @@ def pipeline_of(plan: Plan) -> PipelineView:
 
 def _micro_batches_drawn(layout: Layout) -> int:
     """Return how many micro-batches fit a page, of a step that still repeats as the whole does."""
-    shape = PipelineShape(
-        schedule=layout.schedule,
-        pipeline_parallel=layout.pipeline_parallel,
-        stages_per_rank=layout.stages_per_rank,
-        num_micro_batches=layout.num_micro_batches,
-    )
     if 2 * layout.stages_per_rank * layout.num_micro_batches <= MAX_BOXES:
         return layout.num_micro_batches
-    return shape.shortened(PIPELINES_DRAWN).num_micro_batches
+    return PipelineShape.of(layout).shortened(PIPELINES_DRAWN).num_micro_batches
 
 
 @styled

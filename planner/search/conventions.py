@@ -21,7 +21,7 @@ from costmodels.layout import AXES, Schedule
 from costmodels.layout_table import SCHEDULES, IntColumn, LayoutTable
 from costmodels.time.layouts import FULL_CODE
 from costmodels.time.placement import axis_strides, span
-from costmodels.virtual_splits import head_in_layers
+from costmodels.virtual_splits import head_in_layers, longest_stages
 from planner.constraints import Constraints
 from planner.rules.expressible import ALL_OR_NONE, expressible_rules
 from planner.rules.rule import Case, Mask, Rule
@@ -87,7 +87,7 @@ def _orders_differ(case: Case) -> Mask:
 
 
 def _stages_are_alike(case: Case) -> Mask:
-    """Whether stages of a rank are alike, or two where not even the ranks divide the layers."""
+    """Whether stages are alike; where not even the ranks divide the layers, two are as good."""
     stages, layers = case.table.stages_per_rank, case.model.num_layers
     two = (stages == 2) & (layers % case.table.pipeline_parallel > 0)  # noqa: PLR2004
     alike: Mask = (stages == 1) | (layers % case.num_stages == 0) | two
@@ -95,10 +95,10 @@ def _stages_are_alike(case: Case) -> Mask:
 
 
 def _last_stage_gives(case: Case) -> Mask:
-    """Whether the last stage has layers to give, and the last of them makes a step shorter.
+    """Whether the last stage has layers to give, and giving the last of them pays.
 
-    Counted in layers, with as many on each rank: where the head weighs more than one, its rank is
-    the slowest until another one has more layers than it is lighter.
+    The slowest rank's work counts, in layers: of n on each rank the last one has n + head, and for
+    g that it gives the other p - 1 get at most ceil(g / (p - 1)) each.
     """
     table, given = case.table, case.table.lighter_last
     ranks, head = table.pipeline_parallel, head_in_layers(case.model)
@@ -246,7 +246,7 @@ def _constraint_rules(constraints: Constraints, target: Target) -> tuple[Rule, .
             _rule(
                 "stages_have_recompute_layers",
                 ("pipeline_parallel", "stages_per_rank", "lighter_last"),
-                lambda case: _longest_stage(case) >= layers,
+                lambda case: longest_stages(case.model.num_layers, case.table) >= layers,
             )
         )
     tokens = constraints.min_tokens_per_expert
@@ -278,14 +278,6 @@ def _constraint_rules(constraints: Constraints, target: Target) -> tuple[Rule, .
                 )
             )
     return tuple(rules)
-
-
-def _longest_stage(case: Case) -> IntColumn:
-    """Layers of the longest stage that a layout may have."""
-    stages, table = case.num_stages, case.table
-    any_split = case.model.num_layers - stages + 1
-    known = -(-case.model.num_layers // stages) + table.lighter_last
-    return np.where(table.stages_per_rank > 1, known, any_split)
 
 
 def _tokens_per_expert(case: Case) -> IntColumn:

@@ -173,7 +173,7 @@ class ModelCosts:
         if not any_recompute:
             bound[may] = np.maximum(bound[may], self._put_off(waits, limit))
             return bound
-        # A layer of no kind puts off less: selective recomputation keeps less than is brought back.
+        # Between the halves selective recomputation may keep less than full brings back.
         least = self._put_off(with_recompute(waits, Recompute.FULL), limit)
         over = np.flatnonzero((least > limit) | np.isinf(limit))
         selective = with_recompute(waits.take(over), Recompute.SELECTIVE)

@@ -27,7 +27,7 @@ from costmodels.model import ModelSpec
 from costmodels.schedule.critical_path import CriticalPath
 from costmodels.time.estimate import step_seconds
 from costmodels.time.layouts import LayoutCosts, layout_costs
-from costmodels.virtual_splits import virtual_splits
+from costmodels.virtual_splits import VirtualSplit
 from planner.search.stage_problem import ScoredProblem
 from planner.search.stage_scores import scored_problem
 
@@ -159,7 +159,8 @@ def layout_of_row(table: LayoutTable, row: int, num_layers: int) -> Layout:
 
     Sequence parallelism is off at tp 1.
     """
-    (split,), _ = virtual_splits(table.take(np.array([row])))
-    layout = table.layout(row, split.of_layers(num_layers), 0)
+    layout = table.layout(row, (), 0)
+    shape = (layout.pipeline_parallel, layout.stages_per_rank)
+    split = VirtualSplit(*shape, int(table.lighter_last[row]), layout.stages_are_v_shaped)
     splits = layout.sequence_parallel and layout.tensor_parallel > 1
-    return replace(layout, sequence_parallel=splits)
+    return replace(layout, sequence_parallel=splits, layers_per_stage=split.of_layers(num_layers))

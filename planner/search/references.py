@@ -29,14 +29,14 @@ class References:
 
     def settle(self, priced: PricedLayout, split: Layout, cutoff: float) -> bool:
         """Whether references say that a split is not faster than a cutoff."""
-        known = self.by_shape.get(_shape(split), ())
+        known = self.by_shape.get(PipelineShape.of(split), ())
         return bool(known) and priced.referenced_seconds(split, known) >= cutoff
 
     def add(self, priced: PricedLayout, split: Layout) -> None:
         """Make a split a reference, unless its shape has enough of them."""
-        known = self.by_shape.get(_shape(split), ())
+        known = self.by_shape.get(PipelineShape.of(split), ())
         if len(known) < MOST_REFERENCES:
-            self.by_shape[_shape(split)] = (*known, priced.reference(split))
+            self.by_shape[PipelineShape.of(split)] = (*known, priced.reference(split))
 
     def bound(self, priced: PricedTable, below: Values) -> Values:
         """Raise the bound of layouts whose shape has a reference.
@@ -67,15 +67,6 @@ class References:
                 )
                 bound[rows] = np.maximum(bound[rows], raised)
         return bound
-
-
-def _shape(layout: Layout) -> PipelineShape:
-    return PipelineShape(
-        schedule=layout.schedule,
-        pipeline_parallel=layout.pipeline_parallel,
-        stages_per_rank=layout.stages_per_rank,
-        num_micro_batches=layout.num_micro_batches,
-    )
 
 
 def _shape_of(schedule: Schedule, split: VirtualSplit, micro_batches: int) -> PipelineShape:

@@ -45,3 +45,12 @@ def test_no_stage_is_asked_to_recompute_more_layers_than_it_may_have():
     assert shapes(3) == {(2, 1, 0), (4, 1, 0), (2, 2, 1)}  # two layers and the one given up
     assert shapes(6) == {(2, 1, 0)}  # of one stage per rank the others keep a layer each
     assert shapes(8) == set()
+
+
+def test_rows_that_have_no_split_to_name_are_left_out_without_one():
+    """Rules see illegal rows, too: one rank cannot give a layer to another one."""
+    fixed = Constraints(pipeline_parallel=(1,), recompute_layers=2)
+    table = legal_table(
+        space_of(MODEL, JOB, make_cluster(read_profile("h100-sxm-80gb"), 2, 2), fixed)
+    )
+    assert set(table.lighter_last.tolist()) == {0}
