@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from costmodels.layout import rank_of_stage, split_layers
 from costmodels.layout_table import IntColumn, LayoutTable
@@ -61,12 +62,14 @@ class VirtualSplit(NamedTuple):
         return _split(num_layers, self)
 
 
-def virtual_splits(table: LayoutTable) -> tuple[list[VirtualSplit], IntColumn]:
-    """Return the distinct splits that a table's rows name, and which of them each row does."""
+def virtual_splits(
+    table: LayoutTable, rows: NDArray[np.int64] | slice = slice(None)
+) -> tuple[list[VirtualSplit], IntColumn]:
+    """Return the distinct splits that rows of a table name, and which of them each row does."""
     # One number a row: distinct rows of several columns take numpy much longer.
     stages, last = int(table.stages_per_rank.max(initial=0)) + 1, MOST_FROM_LAST + 1
     key = (table.pipeline_parallel * stages + table.stages_per_rank) * last + table.lighter_last
-    unique, of_row = np.unique(2 * key + table.is_v_shaped, return_inverse=True)
+    unique, of_row = np.unique((2 * key + table.is_v_shaped)[rows], return_inverse=True)
     names = []
     for number in unique.tolist():
         rest, is_v_shaped = divmod(number, 2)

@@ -69,7 +69,7 @@ def smallest_stages(
     any_split = counted.sum(axis=1) if pipeline == 1 else np.array([1.0, 0.0])
     stage = np.tile(any_split[:, None, None], (1, len(rows), pipeline))
     rank = stage * table.stages_per_rank[rows][:, None]
-    splits, of_row = virtual_splits(table.take(rows))
+    splits, of_row = virtual_splits(table, rows)
     for number, split in enumerate(splits if known_splits else ()):
         if split.stages_per_rank > 1:
             first = np.cumsum((0, *split.of_layers(len(kinds))[:-1]))

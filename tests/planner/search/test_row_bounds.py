@@ -94,7 +94,7 @@ def test_where_states_cannot_be_held_nothing_fits(seed):
 
 
 def rows_are_not_below_their_bounds(problem):
-    """Compare some rows of several stages; return how many are uneven, and how many of them near."""
+    """Compare some rows of several stages; return how many are uneven, and of them near."""
     bounds = bounds_of(problem)
     table = unfold(bounds.space, root(bounds.space), "rank_order").table
     rows = np.flatnonzero(table.stages_per_rank > 1)
